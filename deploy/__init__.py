@@ -1,0 +1,1 @@
+"""How it is started: the command line and the local launcher."""

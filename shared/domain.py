@@ -1,0 +1,166 @@
+"""The domain: a generation request, its parameters, and the events that answer it.
+
+Everything here is frozen and crosses process boundaries through `shared.codec`.
+Token counts are in tokens, times in seconds.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Priority(StrEnum):
+    """Which of a model's two queues a request waits in; interactive is always served first."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn; the same rules on every backend.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
+    `seed` is never missing: the front end draws one where the client gave none, so that a
+    second attempt at the same request draws the same tokens.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a conversation; `content` is plain text."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", tag_field="kind"):
+    """A conversation, turned into a prompt by the model's chat template in the worker."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+class TextPrompt(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
+    """A raw prompt, tokenised as it is."""
+
+    text: str
+
+
+class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens", tag_field="kind"):
+    """A prompt that is tokens already."""
+
+    tokens: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end asks of a worker.
+
+    Each prompt gets `n` choices; choice `i` of prompt `p` has the index `p * n + i`.
+    `max_tokens` None means: up to the model's context. `logprobs` None means none; a number asks
+    for that many alternatives beside each token (0: only the token's own).
+    """
+
+    id: str
+    model: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    priority: Priority = Priority.INTERACTIVE
+
+    @property
+    def choices(self) -> int:
+        """How many choices the whole request yields."""
+        return len(self.prompts) * self.n
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token's text and bytes with its natural-log probability under the unmodified model."""
+
+    text: str
+    bytes_: tuple[int, ...]
+    logprob: float
+
+
+class ChosenLogprob(msgspec.Struct, frozen=True):
+    """The token that was drawn, beside the most likely alternatives, likeliest first."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens used by a whole request. `cached` counts prompt tokens that were not computed again."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="type"):
+    """A worker took the request and its prompts fit; comes first."""
+
+    prompt_tokens: int
+
+
+class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type", omit_defaults=True):
+    """Some tokens of one choice.
+
+    `text` holds only whole characters that can no longer become part of a stop string, so it can
+    be empty while `tokens` is not. `logprobs`, if asked for, has one entry per token.
+    """
+
+    choice: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[ChosenLogprob, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished", tag_field="type"):
+    """One choice ended; exactly once per choice of a request that is done."""
+
+    choice: int
+    reason: FinishReason
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", tag_field="type"):
+    """Every choice ended. Terminal."""
+
+    usage: Usage
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="type"):
+    """The request ended without its full answer. Terminal. `code` is an `ErrorCode` value."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+Event = Accepted | Chunk | Finished | Done | Failed
+
+
+def is_terminal(event: Event) -> bool:
+    """Whether nothing can follow this event."""
+    return isinstance(event, Done | Failed)

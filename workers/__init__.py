@@ -1,0 +1,1 @@
+"""The worker: one process, one model, many requests at once."""

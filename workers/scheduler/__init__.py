@@ -1,0 +1,1 @@
+"""Who runs next: pure state, no model, no network."""
