@@ -17,6 +17,9 @@ import numpy.typing as npt
 
 from shared.fleet import StateKind
 from workers.detokenise import Detokeniser
+from workers.scheduler.plan import SlotWork
+
+__all__ = ["Backend", "Description", "Logits", "SlotWork", "StepError", "Tokenizer"]
 
 Logits = npt.NDArray[np.float32]
 """One row per output: shape [outputs, vocabulary], unnormalised."""
@@ -35,20 +38,6 @@ class Description:
     vocabulary: int
     device: str
     state_kind: StateKind
-
-
-@dataclass(frozen=True, slots=True)
-class SlotWork:
-    """Tokens for a slot to compute in this step.
-
-    `start` is the position of the first one: the slot holds exactly `start` tokens. With
-    `wants_logits` the step's result has a row for the last of the tokens.
-    """
-
-    slot: int
-    start: int
-    tokens: Sequence[int]
-    wants_logits: bool
 
 
 class Tokenizer(Protocol):

@@ -1,0 +1,183 @@
+"""The scheduler: which sequences run, in which slots, and how many tokens each gets per step.
+
+Sequences join and leave at every step. A running answer gets its one token in every step; prompts
+are computed in chunks beside them, so that a long prompt never holds up the others. A new sequence
+starts from whatever slot already holds the beginning of its prompt.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from workers.scheduler.plan import SlotStart, SlotWork, Step
+from workers.scheduler.slots import Slot, common_prefix
+
+WORTH_WAITING_FOR = 16
+"""A prompt waits for another that is being computed if that saves it at least so many tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One answer in the making.
+
+    `tokens` is the prompt followed by what was drawn, and grows; the first `computed` of them are
+    in the slot. `cached` of the prompt's were there when it started.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    slot: int | None = None
+    computed: int = 0
+    cached: int = 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than the newest token is still to be computed."""
+        return len(self.tokens) - self.computed > 1
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step with the sequence behind each item of its work."""
+
+    step: Step = field(default_factory=Step)
+    sequences: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Pure state: no model, no clock, no threads.
+
+    `prefill_chunk` is the most prompt tokens in a step that also carries running answers,
+    `step_tokens` the most tokens of any step. `reuse` allows a slot to keep a prefix of what it
+    holds; without it every prompt starts from nothing.
+    """
+
+    def __init__(self, *, slots: int, prefill_chunk: int, step_tokens: int, reuse: bool) -> None:
+        self._slots = [Slot(index) for index in range(slots)]
+        self._free = set(range(slots))
+        self._prefill_chunk = prefill_chunk
+        self._step_tokens = max(step_tokens, slots)
+        self._reuse = reuse
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._clock = 0
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have none yet."""
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a slot, behind those that wait already."""
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, waiting or running; its slot is free at once and keeps its state."""
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+            return
+        self._running.remove(sequence)
+        self._free.add(sequence.slot)
+        sequence.slot = None
+
+    def schedule(self) -> ScheduledStep:
+        """The next step; empty when there is nothing to do.
+
+        The caller carries it out and reports back with `complete` or `fail`.
+        """
+        scheduled = ScheduledStep()
+        self._admit(scheduled.step)
+        decoding = [sequence for sequence in self._running if not sequence.is_prefilling]
+        for sequence in decoding:
+            self._plan(scheduled, sequence, 1)
+        budget = self._step_tokens - len(decoding)
+        if decoding:
+            budget = min(budget, self._prefill_chunk)
+        for sequence in self._running:
+            if budget > 0 and sequence.is_prefilling:
+                count = min(budget, len(sequence.tokens) - sequence.computed)
+                self._plan(scheduled, sequence, count)
+                budget -= count
+        return scheduled
+
+    def complete(self, scheduled: ScheduledStep) -> None:
+        """The step was computed: its tokens are in their slots."""
+        for work, sequence in zip(scheduled.step.work, scheduled.sequences, strict=True):
+            sequence.computed = self._slots[work.slot].held = work.start + len(work.tokens)
+
+    def fail(self, scheduled: ScheduledStep) -> None:
+        """The step failed: nothing can be said of its slots any more."""
+        for work in scheduled.step.work:
+            self._slots[work.slot].held = 0
+
+    def _plan(self, scheduled: ScheduledStep, sequence: Sequence, count: int) -> None:
+        assert sequence.slot is not None
+        end = sequence.computed + count
+        tokens = sequence.tokens[sequence.computed : end]
+        work = SlotWork(sequence.slot, sequence.computed, tokens, wants_logits=end == len(sequence.tokens))
+        scheduled.step.work.append(work)
+        scheduled.sequences.append(sequence)
+
+    def _admit(self, step: Step) -> None:
+        """Give free slots to waiting sequences, first come first served.
+
+        A sequence whose prompt begins like one that is being computed right now is passed over
+        until that part is there to be copied.
+        """
+        passed_over = []
+        while self._free and self._waiting:
+            sequence = self._waiting.popleft()
+            source, keep = self._best_source(sequence)
+            if self._reuse and self._soon_shared(sequence) >= keep + WORTH_WAITING_FOR:
+                passed_over.append(sequence)
+                continue
+            self._start(step, sequence, source, keep)
+        self._waiting.extendleft(reversed(passed_over))
+
+    def _start(self, step: Step, sequence: Sequence, source: Slot | None, keep: int) -> None:
+        target = self._target(source, keep)
+        step.starts.append(SlotStart(target.index, keep, source.index if source else target.index))
+        self._free.remove(target.index)
+        self._clock += 1
+        target.tokens, target.held, target.last_used = sequence.tokens, keep, self._clock
+        sequence.slot, sequence.computed, sequence.cached = target.index, keep, keep
+        self._running.append(sequence)
+
+    def _best_source(self, sequence: Sequence) -> tuple[Slot | None, int]:
+        """The slot that holds most of the sequence's beginning, and how much of it.
+
+        The last token is always computed again: its logits are what the answer starts from.
+        """
+        if not self._reuse:
+            return None, 0
+        best, keep = None, 0
+        for slot in self._slots:
+            shared = min(slot.shares(sequence.tokens), len(sequence.tokens) - 1)
+            if shared > keep:
+                best, keep = slot, shared
+        return best, keep
+
+    def _target(self, source: Slot | None, keep: int) -> Slot:
+        """The free slot to use: the source itself if little else is lost with it, else the stalest."""
+        if source is not None and source.index in self._free and keep * 2 >= source.held:
+            return source
+        return min((self._slots[index] for index in self._free), key=lambda slot: (slot.last_used, slot.index))
+
+    def _soon_shared(self, sequence: Sequence) -> int:
+        """How much of the sequence's beginning will be there once the running prompts are computed."""
+        limit = len(sequence.tokens) - 1
+        shared = 0
+        for other in self._running:
+            if other.is_prefilling:
+                prefix = _shared_tokens(other.tokens, sequence.tokens)
+                shared = max(shared, min(prefix, limit, len(other.tokens) - 1))
+        return shared
+
+
+def _shared_tokens(left: Tokens[int], right: Tokens[int]) -> int:
+    return common_prefix(left, len(left), right, len(right))
