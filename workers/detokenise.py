@@ -12,20 +12,19 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokeniser(Protocol):
-    """The text of one answer, in the making."""
+    """The text of one answer, in the making.
+
+    Bytes that are still incomplete when the answer ends never come out.
+    """
 
     def push(self, token: int) -> str:
         """The text that this token completes; may be empty."""
-
-    def flush(self) -> str:
-        """What is still held back, at the end of the answer."""
 
 
 class ByteDetokeniser:
     """For models whose tokens are bytes: decodes UTF-8 incrementally.
 
-    Bytes that can never become a character come out as U+FFFD, as Python's decoder does it; bytes
-    that are merely incomplete at the end of the answer are dropped.
+    Bytes that can never become a character come out as U+FFFD, as Python's decoder does it.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -34,10 +33,6 @@ class ByteDetokeniser:
 
     def push(self, token: int) -> str:
         return self._decoder.decode(self._token_bytes(token))
-
-    def flush(self) -> str:
-        self._decoder.reset()
-        return ""
 
 
 class WindowDetokeniser:
@@ -64,6 +59,3 @@ class WindowDetokeniser:
         del self._tokens[: self._prefix]
         self._prefix, self._read = self._read - self._prefix, len(self._tokens)
         return text[len(known) :]
-
-    def flush(self) -> str:
-        return ""

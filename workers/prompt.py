@@ -1,0 +1,141 @@
+"""Prompts to tokens: the chat template, and what text from users may never become.
+
+A template is rendered in Jinja's sandbox. Text in a message that spells a special token is taken
+out before rendering and put back as ordinary text after it, so a user can write `<|im_end|>` and
+end nothing.
+"""
+
+import datetime
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.domain import ChatMessage, ChatPrompt, Prompt, TextPrompt
+from shared.errors import ErrorCode, ModelLoadError, RequestError
+from workers.backends.protocol import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Used for models that bring no template of their own."""
+
+
+class PromptEncoder:
+    """Turns prompts into tokens for one model. Used by the intake thread.
+
+    Raises:
+        ModelLoadError: the model's chat template is not valid Jinja.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special_texts = dict(tokenizer.special_texts)
+        specials = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, specials))) if specials else None
+        # Nobody outside can write a mark, since nobody outside knows it.
+        self._mark = f"\ue000{secrets.token_hex(8)}"
+        try:
+            self._template = _environment().from_string(tokenizer.chat_template or CHATML)
+        except jinja2.TemplateError as error:
+            raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
+
+    def encode(self, prompt: Prompt, *, vocabulary: int) -> list[int]:
+        """The tokens of a prompt; with exactly one BOS if the model wants one.
+
+        Raises:
+            RequestError: the template refuses the conversation, a token is outside the
+                vocabulary, or nothing is left to continue.
+        """
+        if isinstance(prompt, ChatPrompt):
+            tokens = self._encode_chat(prompt.messages)
+        elif isinstance(prompt, TextPrompt):
+            tokens = self._with_bos(self._tokenizer.encode(prompt.text, special=True))
+        else:
+            tokens = list(prompt.tokens)
+            outside = [token for token in tokens if not 0 <= token < vocabulary]
+            if outside:
+                raise RequestError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"Token {outside[0]} is outside the model's vocabulary of {vocabulary}.",
+                    param="prompt",
+                )
+        if not tokens:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "The prompt has no tokens to continue.", param="prompt")
+        return tokens
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        spelled: list[str] = []
+        rendered = self._render([self._disarm(message, spelled) for message in messages])
+        tokens: list[int] = []
+        for index, part in enumerate(re.split(f"{self._mark}:([0-9]+)\ue001", rendered)):
+            if index % 2:
+                tokens += self._tokenizer.encode(spelled[int(part)], special=False)
+            elif part:
+                tokens += self._tokenizer.encode(part, special=True)
+        return self._with_bos(tokens)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_texts)
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"The model's chat template refuses these messages: {error}",
+                param="messages",
+            ) from error
+        except Exception as error:
+            # A template is the model's code: whatever it raises is about these messages.
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"The model's chat template fails on these messages ({type(error).__name__}).",
+                param="messages",
+            ) from error
+
+    def _disarm(self, message: ChatMessage, spelled: list[str]) -> dict[str, Any]:
+        def mark(match: re.Match[str]) -> str:
+            spelled.append(match[0])
+            return f"{self._mark}:{len(spelled) - 1}\ue001"
+
+        def clean(text: str) -> str:
+            return self._specials.sub(mark, text) if self._specials else text
+
+        # Templates know the older name of this role only.
+        role = "system" if message.role == "developer" else message.role
+        fields: dict[str, Any] = {"role": role, "content": clean(message.content)}
+        if message.name is not None:
+            fields["name"] = clean(message.name)
+        return fields
+
+    def _with_bos(self, tokens: list[int]) -> list[int]:
+        bos = self._tokenizer.bos_token
+        if bos is None:
+            return tokens
+        first = next((index for index, token in enumerate(tokens) if token != bos), len(tokens))
+        return [bos, *tokens[first:]]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as chat templates expect it (the names that transformers gives them)."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    options.setdefault("ensure_ascii", False)
+    return json.dumps(value, indent=indent, **options)
