@@ -29,6 +29,7 @@ class ErrorCode(StrEnum):
     ENGINE_ERROR = "engine_error"
     PAYLOAD_VERSION = "payload_version"
     STORE_UNAVAILABLE = "store_unavailable"
+    SERVER_STOPPING = "server_stopping"
 
 
 class TokenmillError(Exception):

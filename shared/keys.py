@@ -2,7 +2,7 @@
 
 | key | type | what it holds | lifetime |
 | --- | --- | --- | --- |
-| tokenmill:request:<id> | hash | state, attempt, worker, model, priority, deadline | its deadline + log TTL |
+| tokenmill:request:<id> | hash | state, attempt, worker, model, priority, deadline, attributes | deadline + log TTL |
 | tokenmill:log:<id> | stream | the request's events, ids `<attempt>-<seq>` | as the request |
 | tokenmill:events:<id> | channel | `<attempt>-<seq> <event>`, published with each entry | none |
 | tokenmill:waiting:<model> | sorted set | ids not yet claimed, by deadline | the latest deadline |

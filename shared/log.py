@@ -30,8 +30,9 @@ class EntryId(NamedTuple):
         """Whether nothing can be missing between this entry and the other.
 
         Across attempts that cannot be known from the ids: the old attempt may have written more.
+        Before the first attempt there was none.
         """
-        return other.attempt == self.attempt and other.seq == self.seq + 1
+        return other == (self.attempt, self.seq + 1) or (self == START and other == (1, 1))
 
 
 START = EntryId(0, 0)
@@ -132,7 +133,11 @@ class LogReader:
             entries.append(Entry(EntryId(int(attempt), int(seq)), decode_event(fields[b"e"])))
         return entries
 
+    def has(self, request_id: str, position: EntryId) -> bool:
+        """Whether the log holds an entry with this very id."""
+        return bool(self._client.xrange(keys.log(request_id), min=str(position), max=str(position)))
+
     def state(self, request_id: str) -> str | None:
-        """`queued`, `running`, `done`, `failed`, or None when the request is not (or no longer) known."""
+        """`queued`, `running`, `done`, `failed`, `cancelled`, or None when the request is not (or no longer) known."""
         state = self._client.hget(keys.request(request_id), "state")
         return state.decode() if state is not None else None

@@ -4,6 +4,7 @@ A job is data. Its function name is a label that nobody imports, its argument is
 payload as JSON, and whatever else an RQ job could carry to be executed is dropped on reading.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -23,6 +24,9 @@ from shared.store import script, store_errors
 
 JOB_LABEL = "tokenmill.generate"
 """What dashboards show as the job's function."""
+
+ATTRIBUTE_PREFIX = "attribute:"
+"""Sets the front end's own fields in a request's hash apart; as in `submit.lua`."""
 
 RESULT_TTL_S = 600
 FAILURE_TTL_S = 24 * 3600
@@ -76,6 +80,13 @@ class Claim(NamedTuple):
     remaining_s: float = 0.0
 
 
+class Submitted(NamedTuple):
+    """What is still known of a submitted request, running or ended."""
+
+    remaining_s: float
+    attributes: dict[str, str]
+
+
 class RequestQueue:
     """Submits, claims and concludes requests, from any process."""
 
@@ -86,8 +97,12 @@ class RequestQueue:
         self._conclude = script(client, "conclude")
         self._queues: dict[tuple[str, Priority], Queue] = {}
 
-    def submit(self, request: GenerationRequest, *, limit: int, timeout_s: float) -> None:
+    def submit(
+        self, request: GenerationRequest, *, limit: int, timeout_s: float, attributes: Mapping[str, str] | None = None
+    ) -> None:
         """Queue the request, to be ended by a worker within `timeout_s`.
+
+        `attributes` mean nothing to a worker; `submitted` gives them back for as long as the log lives.
 
         Raises:
             RequestError: `queue_full` when `limit` requests of the model wait already;
@@ -104,6 +119,7 @@ class RequestQueue:
                     ttl_s * 1000,
                     request.model,
                     request.priority.value,
+                    *(text for pair in (attributes or {}).items() for text in pair),
                 ],
             )
             if outcome == b"full":
@@ -185,6 +201,25 @@ class RequestQueue:
             CanceledJobRegistry(queue=queue).add(job, FAILURE_TTL_S, pipeline=pipeline)
             pipeline.expire(job.key, FAILURE_TTL_S)
             pipeline.execute()
+
+    def submitted(self, request_id: str) -> Submitted | None:
+        """What is known of the request; None when it never existed or has expired.
+
+        Raises:
+            RequestError: `store_unavailable`.
+        """
+        with store_errors(), self._client.pipeline() as pipeline:
+            pipeline.hgetall(keys.request(request_id))
+            pipeline.time()
+            fields, (seconds, microseconds) = pipeline.execute()
+        if not fields:
+            return None
+        attributes = {
+            name.decode().removeprefix(ATTRIBUTE_PREFIX): value.decode()
+            for name, value in fields.items()
+            if name.startswith(ATTRIBUTE_PREFIX.encode())
+        }
+        return Submitted(int(fields[b"deadline"]) / 1000 - seconds - microseconds / 1e6, attributes)
 
     def depth(self, model: str) -> int:
         """How many of the model's requests no worker has claimed."""

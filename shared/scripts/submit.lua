@@ -1,7 +1,8 @@
 -- Registers a request and reserves its place in the queue, if there is room.
 -- KEYS[1] hash        tokenmill:request:<id>
 -- KEYS[2] sorted set  tokenmill:waiting:<model>
--- ARGV: id, queue limit, ms until the deadline, ms the log outlives it, model, priority
+-- ARGV: id, queue limit, ms until the deadline, ms the log outlives it, model, priority, then what
+--       the front end wants to find again beside the request: name, value, ...
 -- Returns {'ok', deadline in ms} | {'full', requests waiting} | {'exists', 0}
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -20,5 +21,8 @@ if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[3]) then
 end
 redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', 0, 'deadline', deadline,
   'model', ARGV[5], 'priority', ARGV[6], 'log_ttl', ARGV[4])
+for i = 7, #ARGV, 2 do
+  redis.call('HSET', KEYS[1], 'attribute:' .. ARGV[i], ARGV[i + 1])
+end
 redis.call('PEXPIRE', KEYS[1], tonumber(ARGV[3]) + tonumber(ARGV[4]))
 return {'ok', deadline}
