@@ -13,7 +13,7 @@ import redis
 
 from shared import keys
 from shared.errors import ErrorCode, RequestError
-from shared.store import store_errors
+from shared.store import as_text, store_errors
 
 
 class StateKind(StrEnum):
@@ -83,7 +83,7 @@ class Fleet:
 
     def workers(self) -> list[WorkerInfo]:
         """The workers that are alive now, by name."""
-        names = sorted(name.decode() for name in self._client.smembers(keys.WORKERS))
+        names = sorted(as_text(name) for name in self._client.smembers(keys.WORKERS))
         if not names:
             return []
         with self._client.pipeline(transaction=False) as pipeline:

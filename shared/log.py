@@ -7,14 +7,14 @@ script refuses an attempt that is not the current one, so the log holds no repea
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 
 from shared import keys
 from shared.codec import decode_event, encode_event
 from shared.domain import Done, Event, Failed
-from shared.store import script
+from shared.store import as_text, script
 
 
 class EntryId(NamedTuple):
@@ -126,7 +126,7 @@ class LogReader:
         Raises:
             RequestError: an entry cannot be read.
         """
-        rows = self._client.xrange(keys.log(request_id), min=f"({position}", count=self.PAGE)
+        rows: Any = self._client.xrange(keys.log(request_id), min=f"({position}", count=self.PAGE)
         entries = []
         for raw_id, fields in rows:
             attempt, _, seq = raw_id.partition(b"-")
@@ -140,4 +140,4 @@ class LogReader:
     def state(self, request_id: str) -> str | None:
         """`queued`, `running`, `done`, `failed`, `cancelled`, or None when the request is not (or no longer) known."""
         state = self._client.hget(keys.request(request_id), "state")
-        return state.decode() if state is not None else None
+        return as_text(state) if state is not None else None

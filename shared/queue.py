@@ -20,7 +20,7 @@ from shared import keys
 from shared.codec import encode_event, request_to_payload
 from shared.domain import Failed, GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
-from shared.store import script, store_errors
+from shared.store import as_text, script, store_errors
 
 JOB_LABEL = "tokenmill.generate"
 """What dashboards show as the job's function."""
@@ -66,6 +66,20 @@ def rq_queue(client: "redis.Redis", model: str, priority: Priority) -> Queue:
         job_class=DataJob,
         serializer=JSONSerializer,
     )
+
+
+def mark_cancelled(job: Job) -> None:
+    """Take a job off its queue and record it as cancelled, for as long as a failed one is kept."""
+    try:
+        job.cancel()
+    except InvalidJobOperation:
+        return
+    registry = CanceledJobRegistry(job.origin, connection=job.connection, job_class=DataJob)
+    with job.connection.pipeline() as pipeline:
+        # RQ would keep it for ever.
+        registry.add(job, FAILURE_TTL_S, pipeline=pipeline)
+        pipeline.expire(job.key, FAILURE_TTL_S)
+        pipeline.execute()
 
 
 class Claim(NamedTuple):
@@ -149,14 +163,17 @@ class RequestQueue:
             queue.enqueue_job(job, pipeline=pipeline)
             pipeline.execute()
 
-    def claim(self, request_id: str, *, model: str, worker: str) -> Claim:
-        """Try to take a request for a worker, under a new attempt number."""
+    def claim(self, request_id: str, *, model: str, worker: str, token: str) -> Claim:
+        """Try to take a request for a worker, under a new attempt number.
+
+        `token` is new for each try and the same when one try is repeated after a broken connection.
+        """
         outcome, *rest = self._claim(
             keys=[keys.request(request_id), keys.waiting(model), keys.running(worker)],
-            args=[request_id, worker, keys.WORKER_PREFIX, keys.RUNNING_TTL_S * 1000],
+            args=[request_id, worker, keys.WORKER_PREFIX, keys.RUNNING_TTL_S * 1000, token],
         )
         if outcome != b"claimed":
-            return Claim(outcome.decode())
+            return Claim(as_text(outcome))
         attempt, remaining_ms = rest
         return Claim("claimed", attempt, remaining_ms / 1000)
 
@@ -166,11 +183,11 @@ class RequestQueue:
         With `only_from`, only if that worker runs it. Returns whether this call ended it. A job
         that was still queued never runs.
         """
-        model, priority = self._client.hmget(keys.request(request_id), "model", "priority")
+        model = self._client.hget(keys.request(request_id), "model")
         if model is None:
             return False
         concluded, owner = self._conclude(
-            keys=[keys.request(request_id), keys.log(request_id), keys.waiting(model.decode())],
+            keys=[keys.request(request_id), keys.log(request_id), keys.waiting(as_text(model))],
             args=[
                 request_id,
                 keys.events(request_id),
@@ -184,42 +201,18 @@ class RequestQueue:
             return False
         if owner:
             command = {"command": CANCEL_COMMAND, "request_id": request_id}
-            self._client.publish(PUBSUB_CHANNEL_TEMPLATE % owner.decode(), msgspec.json.encode(command))
+            self._client.publish(PUBSUB_CHANNEL_TEMPLATE % as_text(owner), msgspec.json.encode(command))
         else:
-            self._withdraw(request_id, self._queue(model.decode(), Priority(priority.decode())))
+            self._withdraw(request_id)
         return True
 
-    def _withdraw(self, request_id: str, queue: Queue) -> None:
+    def _withdraw(self, request_id: str) -> None:
         """Take a job that no worker claimed out of RQ's queue, as cancelled."""
         try:
             job = DataJob.fetch(request_id, connection=self._client, serializer=JSONSerializer)
-            job.cancel()
-        except (NoSuchJobError, InvalidJobOperation):
+        except NoSuchJobError:
             return
-        with self._client.pipeline() as pipeline:
-            # RQ keeps cancelled jobs for ever; ours go when failed ones would.
-            CanceledJobRegistry(queue=queue).add(job, FAILURE_TTL_S, pipeline=pipeline)
-            pipeline.expire(job.key, FAILURE_TTL_S)
-            pipeline.execute()
-
-    def submitted(self, request_id: str) -> Submitted | None:
-        """What is known of the request; None when it never existed or has expired.
-
-        Raises:
-            RequestError: `store_unavailable`.
-        """
-        with store_errors(), self._client.pipeline() as pipeline:
-            pipeline.hgetall(keys.request(request_id))
-            pipeline.time()
-            fields, (seconds, microseconds) = pipeline.execute()
-        if not fields:
-            return None
-        attributes = {
-            name.decode().removeprefix(ATTRIBUTE_PREFIX): value.decode()
-            for name, value in fields.items()
-            if name.startswith(ATTRIBUTE_PREFIX.encode())
-        }
-        return Submitted(int(fields[b"deadline"]) / 1000 - seconds - microseconds / 1e6, attributes)
+        mark_cancelled(job)
 
     def depth(self, model: str) -> int:
         """How many of the model's requests no worker has claimed."""

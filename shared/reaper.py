@@ -21,7 +21,7 @@ from shared import keys
 from shared.domain import Failed
 from shared.errors import ErrorCode
 from shared.queue import FAILURE_TTL_S, DataJob, RequestQueue
-from shared.store import script
+from shared.store import as_text, script
 
 INTERVAL_S = 2.0
 UNCLAIMED_AFTER_S = 10.0
@@ -53,7 +53,7 @@ class Reaper:
         if not self._client.set(keys.REAPER_LOCK, self._name, nx=True, px=int(INTERVAL_S * 1000)):
             return
         for raw in self._client.smembers(keys.WORKERS):
-            worker = raw.decode()
+            worker = as_text(raw)
             if not self._client.exists(keys.worker(worker)):
                 self._bury(worker)
         self._rescue_unclaimed()
@@ -61,7 +61,7 @@ class Reaper:
     def _bury(self, worker: str) -> None:
         """Conclude everything that a dead worker had claimed, then forget the worker."""
         for raw in self._client.smembers(keys.running(worker)):
-            self._end_claimed(raw.decode(), worker)
+            self._end_claimed(as_text(raw), worker)
         with self._client.pipeline() as pipeline:
             pipeline.delete(keys.running(worker))
             pipeline.srem(keys.WORKERS, worker)
@@ -87,8 +87,8 @@ class Reaper:
         started = StartedJobRegistry(job.origin, connection=self._client, job_class=DataJob)
         with self._client.pipeline() as pipeline:
             for member in self._client.zrange(started.key, 0, -1):
-                if member.decode().partition(":")[0] == request_id:
-                    pipeline.zrem(started.key, member)
+                if as_text(member).partition(":")[0] == request_id:
+                    pipeline.zrem(started.key, as_text(member))
             job.set_status(JobStatus.FAILED, pipeline=pipeline)
             FailedJobRegistry(job.origin, connection=self._client, job_class=DataJob).add(
                 job, ttl=FAILURE_TTL_S, exc_string=reason, pipeline=pipeline
@@ -103,7 +103,7 @@ class Reaper:
             queue = Queue(name, connection=self._client, job_class=DataJob, serializer=JSONSerializer)
             between = IntermediateQueue.get_intermediate_queue_key(queue.key)
             for raw in self._client.lrange(between, 0, -1):
-                job_id = raw.decode()
+                job_id = as_text(raw)
                 since = self._unclaimed_since.get((between, job_id), now)
                 if now - since < UNCLAIMED_AFTER_S:
                     seen[(between, job_id)] = since
@@ -115,4 +115,4 @@ class Reaper:
         """The names of every RQ queue that a request was ever put on."""
         prefix = Queue.redis_queue_namespace_prefix
         raw_keys = self._client.smembers(Queue.redis_queues_keys)
-        return [key.decode().removeprefix(prefix) for key in raw_keys]
+        return [as_text(key).removeprefix(prefix) for key in raw_keys]

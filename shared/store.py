@@ -54,6 +54,11 @@ def check(client: "redis.Redis", url: str) -> None:
         raise StoreError(f"cannot reach Redis at {without_password(url)}: {error}") from error
 
 
+def as_text(raw: object) -> str:
+    """A reply of Redis as text; our connections answer in bytes, which redis-py's types do not say."""
+    return raw.decode() if isinstance(raw, bytes) else str(raw)
+
+
 def without_password(url: str) -> str:
     """The URL as it may be shown."""
     password = urlsplit(url).password

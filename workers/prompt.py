@@ -85,7 +85,8 @@ class PromptEncoder:
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_texts)
+            rendered: str = self._template.render(messages=messages, add_generation_prompt=True, **self._special_texts)
+            return rendered
         except jinja2.TemplateError as error:
             raise RequestError(
                 ErrorCode.INVALID_REQUEST,

@@ -3,9 +3,10 @@
 -- KEYS[1] hash        tokenmill:request:<id>
 -- KEYS[2] sorted set  tokenmill:waiting:<model>
 -- KEYS[3] set         tokenmill:running:<worker>
--- ARGV: id, worker, prefix of the workers' lease keys, ms that the set outlives a worker
+-- ARGV: id, worker, prefix of the workers' lease keys, ms that the set outlives a worker, a token
+--       of this call: the same call sent twice gets the same answer
 -- Returns {'claimed', attempt, ms until the deadline} | {'gone' | 'ended' | 'running' | 'expired'}
-local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline')
+local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline', 'claim', 'attempt')
 local state = request[1]
 if not state then
   return {'gone'}
@@ -13,17 +14,22 @@ end
 if state ~= 'queued' and state ~= 'running' then
   return {'ended'}
 end
-if state == 'running' and redis.call('EXISTS', ARGV[3] .. request[2]) == 1 then
-  return {'running'}
-end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local remaining = tonumber(request[3]) - now
+if state == 'running' then
+  if request[4] == ARGV[5] then
+    return {'claimed', tonumber(request[5]), remaining}
+  end
+  if redis.call('EXISTS', ARGV[3] .. request[2]) == 1 then
+    return {'running'}
+  end
+end
 if remaining <= 0 then
   return {'expired'}
 end
 local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[2], 'seq', 0)
+redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[2], 'claim', ARGV[5], 'seq', 0)
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
 redis.call('PEXPIRE', KEYS[3], ARGV[4])

@@ -1,0 +1,206 @@
+"""GGUF models on llama.cpp, through the low-level batch interface of llama-cpp-python.
+
+All slots are computed by one `llama_decode` per step. Every slot is its own stream of the key-value
+cache, so a sequence attends to its own cells only; a prefix is shared by copying a slot's state,
+which costs far less than computing it again.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from shared.errors import ModelLoadError
+from shared.fleet import StateKind
+from workers.backends.protocol import Description, Logits, SlotWork, StepError
+from workers.detokenise import ByteDetokeniser, Detokeniser
+
+BATCH_TOKENS = 512
+"""Most tokens that one step computes."""
+
+_last_error = ""
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _keep_last_error(level: int, text: bytes, _: object) -> None:
+    """llama.cpp says why it failed on its log only; the last error line is kept for our message."""
+    global _last_error
+    if level == llama_cpp.GGML_LOG_LEVEL_ERROR:
+        _last_error = text.decode("utf-8", "replace").strip()
+
+
+def load(path: Path, *, slots: int, context: int, device: str, threads: int) -> "LlamaCppBackend":
+    """Load a GGUF file. `context` is tokens per slot, 0 for the trained length; `threads` 0 is one per core.
+
+    Raises:
+        ModelLoadError: the file is not a usable model, or the device is not there.
+    """
+    llama_cpp.llama_log_set(_keep_last_error, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    has_gpu = bool(llama_cpp.llama_supports_gpu_offload())
+    if device in ("cuda", "mps") and not has_gpu:
+        raise ModelLoadError(f"device {device}: this build of llama.cpp has no GPU support")
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.n_gpu_layers = 0 if device == "cpu" or not has_gpu else 999
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    if not model:
+        raise ModelLoadError(f"model {path}: llama.cpp cannot load it: {_last_error or 'no reason given'}")
+    trained = llama_cpp.llama_model_n_ctx_train(model)
+    per_slot = min(context, trained) if context else trained
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = per_slot * slots
+    params.n_seq_max = slots
+    params.n_batch = params.n_ubatch = max(BATCH_TOKENS, slots)
+    params.n_threads = params.n_threads_batch = threads or os.cpu_count() or 1
+    params.kv_unified = False
+    params.no_perf = True
+    llama_context = llama_cpp.llama_init_from_model(model, params)
+    if not llama_context:
+        llama_cpp.llama_model_free(model)
+        raise ModelLoadError(
+            f"model {path}: no room for {slots} slots of {per_slot} tokens: {_last_error or 'out of memory'}"
+        )
+    return LlamaCppBackend(model, llama_context, slots=slots, on_gpu=model_params.n_gpu_layers > 0)
+
+
+class LlamaCppTokenizer:
+    """The vocabulary of a loaded model. Reads only, so any thread may use it."""
+
+    def __init__(self, model: ctypes.c_void_p) -> None:
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        template = llama_cpp.llama_model_chat_template(model, None)
+        self.chat_template: str | None = template.decode() if template else None
+        self.bos_token: int | None = None
+        if llama_cpp.llama_vocab_get_add_bos(self._vocab):
+            self.bos_token = llama_cpp.llama_vocab_bos(self._vocab)
+        self._pieces: list[bytes] = [self._piece(token) for token in range(self.size)]
+        self._ends = frozenset(token for token in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, token))
+        self._specials = [
+            self._text(token)
+            for token in range(self.size)
+            if llama_cpp.llama_vocab_get_attr(self._vocab, token)
+            & (llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        ]
+
+    @property
+    def special_texts(self) -> dict[str, str]:
+        named = {
+            "bos_token": llama_cpp.llama_vocab_bos(self._vocab),
+            "eos_token": llama_cpp.llama_vocab_eos(self._vocab),
+        }
+        return {name: self._text(token) if token >= 0 else "" for name, token in named.items()}
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        return self._specials
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        raw = text.encode()
+        room = len(raw) + 8
+        tokens = (llama_cpp.llama_token * room)()
+        count = llama_cpp.llama_tokenize(self._vocab, raw, len(raw), tokens, room, False, special)
+        if count < 0:
+            room = -count
+            tokens = (llama_cpp.llama_token * room)()
+            count = llama_cpp.llama_tokenize(self._vocab, raw, len(raw), tokens, room, False, special)
+        return list(tokens[:count])
+
+    def is_end(self, token: int) -> bool:
+        return token in self._ends
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._pieces[token]
+
+    def detokeniser(self, prompt: Sequence[int]) -> Detokeniser:
+        return ByteDetokeniser(self.token_bytes)
+
+    def _text(self, token: int) -> str:
+        text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
+        return text.decode("utf-8", "replace")
+
+    def _piece(self, token: int) -> bytes:
+        """A token's bytes; empty for control tokens, which have no text of their own."""
+        size = 64
+        buffer = ctypes.create_string_buffer(size)
+        count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, False)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, -count, 0, False)
+        return buffer.raw[: max(count, 0)]
+
+
+class LlamaCppBackend:
+    """A GGUF model with its slots."""
+
+    def __init__(self, model: ctypes.c_void_p, context: ctypes.c_void_p, *, slots: int, on_gpu: bool) -> None:
+        self._model = model
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self.tokenizer = LlamaCppTokenizer(model)
+        self._batch_room = int(llama_cpp.llama_n_batch(context))
+        self._batch = llama_cpp.llama_batch_init(self._batch_room, 0, 1)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, shape=(self._batch_room,))
+        self._positions = np.ctypeslib.as_array(self._batch.pos, shape=(self._batch_room,))
+        self._wants = np.ctypeslib.as_array(self._batch.logits, shape=(self._batch_room,))
+        np.ctypeslib.as_array(self._batch.n_seq_id, shape=(self._batch_room,))[:] = 1
+        cannot_cut = (
+            llama_cpp.llama_model_is_recurrent(model)
+            or llama_cpp.llama_model_is_hybrid(model)
+            or llama_cpp.llama_model_n_swa(model) > 0
+        )
+        self.description = Description(
+            context=int(llama_cpp.llama_n_ctx_seq(context)),
+            slots=slots,
+            vocabulary=self.tokenizer.size,
+            device="gpu" if on_gpu else "cpu",
+            state_kind=StateKind.RECURRENT if cannot_cut else StateKind.TRIMMABLE,
+        )
+
+    def start(self, slot: int, *, keep: int, source: int) -> None:
+        if source != slot and keep:
+            self._copy(source, slot)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, keep, -1):
+            llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
+            if keep:
+                raise StepError(f"slot {slot} cannot be cut back to {keep} tokens")
+
+    def step(self, work: Sequence[SlotWork]) -> Logits:
+        count = 0
+        rows = 0
+        for item in work:
+            end = count + len(item.tokens)
+            self._tokens[count:end] = item.tokens
+            self._positions[count:end] = np.arange(item.start, item.start + len(item.tokens))
+            self._wants[count:end] = 0
+            for index in range(count, end):
+                self._batch.seq_id[index][0] = item.slot
+            if item.wants_logits:
+                self._wants[end - 1] = 1
+                rows += 1
+            count = end
+        self._batch.n_tokens = count
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if status != 0:
+            for item in work:
+                llama_cpp.llama_memory_seq_rm(self._memory, item.slot, -1, -1)
+            raise StepError(f"llama_decode returned {status}: {_last_error}")
+        if not rows:
+            return np.empty((0, self.description.vocabulary), np.float32)
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=(rows, self.tokenizer.size))
+
+    def close(self) -> None:
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)
+
+    def _copy(self, source: int, target: int) -> None:
+        """Give `target` the whole state of `source`."""
+        size = llama_cpp.llama_state_seq_get_size(self._context, source)
+        state = (ctypes.c_uint8 * size)()
+        llama_cpp.llama_state_seq_get_data(self._context, state, size, source)
+        if not llama_cpp.llama_state_seq_set_data(self._context, state, size, target):
+            raise StepError(f"the state of slot {source} cannot be copied to slot {target}")

@@ -1,0 +1,182 @@
+"""The engine: schedule, run, postprocess, over and over, on a thread of its own.
+
+The engine's thread is the only one that touches the backend's slots, the scheduler and the answers.
+Other threads hand it attempts and cancellations through an inbox; it hands out events, as frozen
+values, through `emit`. It never touches Redis.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from shared.domain import Done, Event, Failed, Finished
+from shared.errors import ErrorCode
+from workers.answer import Answer
+from workers.attempt import Attempt
+from workers.backends.protocol import Backend, Logits, StepError
+from workers.scheduler.scheduler import ScheduledStep, Scheduler, Sequence
+
+Emit = Callable[[list[tuple[Attempt, list[Event]]]], None]
+"""Takes the events of one step. Must not block."""
+
+logger = logging.getLogger("tokenmill.engine")
+
+
+class Engine:
+    """Runs attempts to their end.
+
+    `slots` is how many choices may be in flight before `wait_for_room` makes the caller wait.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        emit: Emit,
+        *,
+        slots: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.backend = backend
+        self._scheduler = scheduler
+        self._emit = emit
+        self._slots = slots
+        self._monotonic = monotonic
+        self._attempts: set[Attempt] = set()
+        self._answers: dict[Sequence, tuple[Attempt, Answer]] = {}
+        # Guards the inbox, the count of choices in flight and the wish to stop.
+        self._changed = threading.Condition()
+        self._submitted: deque[Attempt] = deque()
+        self._cancelled: deque[Attempt] = deque()
+        self._in_flight = 0
+        self._stopping = False
+
+    @property
+    def in_flight(self) -> int:
+        """Choices that were submitted and have not ended."""
+        return self._in_flight
+
+    def submit(self, attempt: Attempt) -> None:
+        """Start an attempt at the next step."""
+        with self._changed:
+            self._submitted.append(attempt)
+            self._in_flight += len(attempt.answers)
+            self._changed.notify_all()
+
+    def cancel(self, attempt: Attempt) -> None:
+        """Drop what is left of an attempt, without a further event; one that has ended is fine."""
+        with self._changed:
+            self._cancelled.append(attempt)
+            self._changed.notify_all()
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until a choice more could run; False if none could within the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._in_flight < self._slots, timeout_s)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; False if something still is after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._in_flight == 0, timeout_s)
+
+    def stop(self) -> None:
+        """Let `run` return after the current step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """The engine's thread: step while there is work, sleep while there is none."""
+        while self._take_inbox():
+            self._end_overdue()
+            scheduled = self._scheduler.schedule()
+            if scheduled.sequences:
+                self._run_step(scheduled)
+        self.backend.close()
+
+    def _take_inbox(self) -> bool:
+        """Accept new attempts and cancellations, waiting while idle; False when it is time to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._submitted or self._cancelled or self._answers)
+            if self._stopping:
+                return False
+            submitted, self._submitted = self._submitted, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+        for attempt in submitted:
+            self._attempts.add(attempt)
+            for answer in attempt.answers:
+                self._answers[answer.sequence] = (attempt, answer)
+                self._scheduler.add(answer.sequence)
+        for attempt in cancelled:
+            if attempt in self._attempts:
+                self._drop(attempt)
+        return True
+
+    def _end_overdue(self) -> None:
+        now = self._monotonic()
+        overdue = [attempt for attempt in self._attempts if attempt.deadline <= now]
+        if overdue:
+            self._fail(overdue, ErrorCode.DEADLINE_EXCEEDED, "The request was not finished before its deadline.")
+
+    def _run_step(self, scheduled: ScheduledStep) -> None:
+        try:
+            for start in scheduled.step.starts:
+                self.backend.start(start.slot, keep=start.keep, source=start.source)
+            logits = self.backend.step(scheduled.step.work)
+        except StepError as error:
+            logger.error("a step with %d sequences failed: %s", len(scheduled.sequences), error)
+            self._scheduler.fail(scheduled)
+            attempts = {attempt for attempt, _ in map(self._answers.__getitem__, scheduled.sequences)}
+            self._fail(attempts, ErrorCode.ENGINE_ERROR, "The model failed on this request.")
+            return
+        self._scheduler.complete(scheduled)
+        self._postprocess(scheduled, logits)
+
+    def _postprocess(self, scheduled: ScheduledStep, logits: Logits) -> None:
+        """Draw a token for every sequence that has logits and emit what may leave."""
+        emitted: dict[Attempt, list[Event]] = {}
+        ended = 0
+        row = 0
+        for work, sequence in zip(scheduled.step.work, scheduled.sequences, strict=True):
+            if not work.wants_logits:
+                continue
+            attempt, answer = self._answers[sequence]
+            chunk = answer.draw(logits[row])
+            row += 1
+            events = emitted.setdefault(attempt, [])
+            if chunk is not None:
+                events.append(chunk)
+            if answer.finish is not None:
+                events.append(Finished(answer.choice, answer.finish))
+                self._forget(sequence)
+                ended += 1
+                if attempt.is_finished:
+                    events.append(Done(attempt.usage))
+                    self._attempts.remove(attempt)
+        self._emit(list(emitted.items()))
+        if ended:
+            self._free(ended)
+
+    def _fail(self, attempts: Iterable[Attempt], code: ErrorCode, message: str) -> None:
+        for attempt in list(attempts):
+            self._drop(attempt)
+            self._emit([(attempt, [Failed(code.value, message)])])
+
+    def _drop(self, attempt: Attempt) -> None:
+        """Forget an attempt and free its slots."""
+        self._attempts.remove(attempt)
+        left = [answer for answer in attempt.answers if answer.sequence in self._answers]
+        for answer in left:
+            self._forget(answer.sequence)
+        self._free(len(left))
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._answers[sequence]
+        self._scheduler.remove(sequence)
+
+    def _free(self, choices: int) -> None:
+        with self._changed:
+            self._in_flight -= choices
+            self._changed.notify_all()

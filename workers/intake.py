@@ -1,0 +1,250 @@
+"""The intake: takes RQ jobs while there is room and hands them to the engine.
+
+The only importer of RQ's worker. The main thread keeps RQ's `work()` loop, its registration and its
+signals; a job is prepared here, run by the engine, and finished by `workers.finisher` on another
+thread, so one worker has as many jobs in progress as it has room for.
+"""
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import redis
+from rq import Queue
+from rq.command import handle_command, parse_payload
+from rq.exceptions import DequeueTimeout
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from rq.timeouts import BaseDeathPenalty
+from rq.worker.base import BaseWorker
+
+from shared.codec import request_from_payload
+from shared.domain import Accepted, Failed, GenerationRequest, Priority
+from shared.errors import ErrorCode, RequestError
+from shared.queue import CANCEL_COMMAND, DataJob, RequestQueue, rq_queue
+from shared.store import CONNECTION_ERRORS
+from workers.attempt import Attempt
+from workers.engine import Engine
+from workers.finisher import Finisher, RunningJob
+from workers.prepare import prepare
+from workers.prompt import PromptEncoder
+from workers.publisher import Publisher
+
+IDLE_WAIT_S = 1
+RQ_HEARTBEAT_S = 5.0
+RECONNECT_S = 0.5
+
+logger = logging.getLogger("tokenmill.worker")
+
+
+class NoDeathPenalty(BaseDeathPenalty):
+    """RQ limits jobs by signals in the main thread; ours run elsewhere, and the engine knows deadlines."""
+
+    def setup_death_penalty(self) -> None:
+        pass
+
+    def cancel_death_penalty(self) -> None:
+        pass
+
+
+class Intake(BaseWorker):
+    """An RQ worker that runs several jobs at once and keeps its model loaded."""
+
+    death_penalty_class = NoDeathPenalty
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        *,
+        name: str,
+        model: str,
+        engine: Engine,
+        publisher: Publisher,
+        finisher: Finisher,
+        encoder: PromptEncoder,
+        queue: RequestQueue,
+        on_drain: Callable[[], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            [rq_queue(client, model, priority) for priority in (Priority.INTERACTIVE, Priority.BACKGROUND)],
+            name=name,
+            connection=client,
+            job_class=DataJob,
+            serializer=JSONSerializer,
+            log_job_description=False,
+        )
+        self._model = model
+        self._engine = engine
+        self._publisher = publisher
+        self._finisher = finisher
+        self._encoder = encoder
+        self._requests = queue
+        self._on_drain = on_drain
+        self._monotonic = monotonic
+        self._last_rq_heartbeat = float("-inf")
+
+    # --- RQ's loop: what happens between jobs ---
+
+    def dequeue_job_and_maintain_ttl(
+        self,
+        timeout: int | None,  # noqa: ARG002 - the waiting is ours
+        max_idle_time: int | None = None,  # noqa: ARG002
+    ) -> tuple[Job, Queue] | None:
+        """Wait for room, then for a job; None once a stop is requested.
+
+        Each queue is asked by itself: asking RQ for several at once would pop a job without keeping
+        it anywhere until it is claimed.
+        """
+        while not self._stop_requested:
+            with self._patience("take a job"):
+                self.heartbeat()
+                if self.should_run_maintenance_tasks:
+                    self.run_maintenance_tasks()  # type: ignore[no-untyped-call]
+                if self._engine.wait_for_room(IDLE_WAIT_S) and (taken := self._take()) is not None:
+                    return taken
+        return None
+
+    def _take(self) -> tuple[Job, Queue] | None:
+        interactive, background = self.queues
+        for queue, timeout in ((interactive, None), (background, None), (interactive, IDLE_WAIT_S)):
+            if self._stop_requested:
+                break
+            with contextlib.suppress(DequeueTimeout):
+                taken = self.queue_class.dequeue_any(
+                    [queue], timeout, connection=self.connection, job_class=self.job_class, serializer=self.serializer
+                )
+                if taken is not None:
+                    return taken
+        return None
+
+    @contextlib.contextmanager
+    def _patience(self, what: str) -> Iterator[None]:
+        """Outlast a Redis that is away: the loop around this tries again."""
+        try:
+            yield
+        except CONNECTION_ERRORS as error:
+            logger.warning("cannot %s, Redis is away: %s", what, error)
+            time.sleep(RECONNECT_S)
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """RQ's own heartbeat, for its dashboards; ours is the lease."""
+        now = self._monotonic()
+        if pipeline is None and now - self._last_rq_heartbeat < RQ_HEARTBEAT_S:
+            return
+        self._last_rq_heartbeat = now
+        super().heartbeat(timeout, pipeline)
+
+    def check_for_suspension(self, burst: bool) -> None:
+        with self._patience("ask whether workers are suspended"):
+            super().check_for_suspension(burst)
+
+    def procline(self, message: str) -> None:
+        """Keep the process title that the command line gave."""
+
+    # --- one job ---
+
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        """Claim a job and start it; its end is the finisher's."""
+        assert isinstance(job, DataJob)
+        running = RunningJob(job, queue)
+        try:
+            request = self._read(job)
+            claim = self._with_patience(self._claimer(request))
+            if claim.outcome != "claimed":
+                self._refuse(running, claim.outcome)
+                return
+            deadline = self._monotonic() + claim.remaining_s
+            attempt = Attempt(request, claim.attempt, deadline, 0, [])
+            self._finisher.expect(attempt, running)
+            self._publisher.open(attempt)
+            self._begin(attempt)
+            self._with_patience(lambda: self._register(running))
+        except RequestError as error:
+            # Only a job that cannot be read gets here; the client must still hear of it.
+            failure = Failed(error.code.value, error.message, error.param)
+            self._with_patience(lambda: self._requests.conclude(job.id, failure))
+            self._with_patience(lambda: self._register(running))
+            self._finisher.reject(running, failure)
+
+    def _read(self, job: DataJob) -> GenerationRequest:
+        try:
+            payload = job.payload()
+        except Exception as error:
+            # Whatever is in a job's data, it must not take the worker down.
+            raise RequestError(ErrorCode.INVALID_REQUEST, "The queued job cannot be read.") from error
+        request = request_from_payload(payload)
+        if request.id != job.id or request.model != self._model:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "The queued request belongs to another job or model.")
+        return request
+
+    def _claimer(self, request: GenerationRequest) -> Callable[[], Any]:
+        token = uuid.uuid4().hex
+        return lambda: self._requests.claim(request.id, model=self._model, worker=self.name, token=token)
+
+    def _begin(self, attempt: Attempt) -> None:
+        """Prepare the prompts and start the engine on them, or reject the request."""
+        try:
+            prepare(attempt, self._encoder, self._engine.backend)
+        except RequestError as error:
+            self._publisher.put([(attempt, [Failed(error.code.value, error.message, error.param)])])
+            return
+        self._publisher.put([(attempt, [Accepted(attempt.prompt_tokens)])])
+        self._engine.submit(attempt)
+
+    def _register(self, running: RunningJob) -> None:
+        """Tell RQ that the job runs, and take it out of the intermediate queue."""
+        running.execution = self.prepare_execution(running.job)
+        self.prepare_job_execution(running.job, remove_from_intermediate_queue=True)
+        running.registered.set()
+
+    def _refuse(self, running: RunningJob, outcome: str) -> None:
+        """Deal with a job that is not to be run: it has ended, or someone else runs it."""
+        logger.info("job %s is not run: %s", running.job.id, outcome)
+        if outcome == "expired":
+            failure = Failed(ErrorCode.DEADLINE_EXCEEDED.value, "The request waited past its deadline.")
+            self._with_patience(lambda: self._requests.conclude(running.job.id, failure))
+        self._with_patience(lambda: self._finisher.discard(running, keep_job=outcome == "running"))
+
+    def _with_patience(self, act: Callable[[], Any]) -> Any:
+        """Repeat something that must happen until Redis is there for it."""
+        while True:
+            try:
+                return act()
+            except CONNECTION_ERRORS as error:
+                logger.warning("Redis is away: %s", error)
+                time.sleep(RECONNECT_S)
+
+    # --- commands and the end ---
+
+    def handle_payload(self, message: Any) -> None:
+        """Commands on RQ's channel: ours to let a request go, RQ's to stop a job or the worker."""
+        command = parse_payload(message)
+        if command.get("command") == CANCEL_COMMAND:
+            self.let_go(str(command.get("request_id")))
+        elif command.get("command") == "stop-job":
+            cancelled = Failed(ErrorCode.CANCELLED.value, "The request was stopped by an operator.")
+            self._requests.conclude(str(command.get("job_id")), cancelled)
+        elif command.get("command") == "shutdown":
+            handle_command(self, command)
+
+    def let_go(self, request_id: str) -> None:
+        """Drop the attempts at a request that has been ended elsewhere."""
+        for attempt in self._publisher.attempts():
+            if attempt.request.id == request_id:
+                self._publisher.drop(attempt)
+
+    def _shutdown(self) -> None:
+        """On the first SIGINT or SIGTERM: take no more jobs; `work` then returns by itself.
+
+        RQ's own version raises from inside the signal handler, which can lose a job in between.
+        """
+        self._stop_requested = True
+
+    def teardown(self) -> None:
+        self._on_drain()
+        with contextlib.suppress(*CONNECTION_ERRORS):
+            super().teardown()  # type: ignore[no-untyped-call]

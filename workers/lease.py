@@ -1,0 +1,75 @@
+"""The lease: tells the fleet that this worker lives, and what it is doing; reaps; notices endings.
+
+On a thread of its own, so that neither a long step nor a slow intake can let the lease run out.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import redis
+
+from shared import keys
+from shared.fleet import Fleet, WorkerInfo
+from shared.reaper import Reaper
+from shared.store import CONNECTION_ERRORS
+from workers.publisher import Publisher
+
+logger = logging.getLogger("tokenmill.worker")
+
+RENEWALS_PER_LEASE = 4
+
+
+class LeaseKeeper:
+    """Renews the lease several times in its length. `describe` gives what to say of the worker."""
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        fleet: Fleet,
+        reaper: Reaper,
+        publisher: Publisher,
+        describe: Callable[[], WorkerInfo],
+        *,
+        lease_s: float,
+    ) -> None:
+        self._client = client
+        self._fleet = fleet
+        self._reaper = reaper
+        self._publisher = publisher
+        self._describe = describe
+        self._lease_s = lease_s
+        self._stopping = threading.Event()
+
+    def renew(self) -> None:
+        """Announce the worker now."""
+        self._fleet.renew(self._describe(), lease_s=self._lease_s)
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """The lease's thread."""
+        is_away = False
+        while not self._stopping.wait(self._lease_s / RENEWALS_PER_LEASE):
+            try:
+                self.renew()
+                self._reaper.run_once()
+                self._drop_ended()
+                is_away = False
+            except CONNECTION_ERRORS as error:
+                if not is_away:
+                    logger.warning("cannot renew the lease, Redis is away: %s", error)
+                is_away = True
+
+    def _drop_ended(self) -> None:
+        """Let go of requests that were ended elsewhere and whose message to us was lost."""
+        attempts = self._publisher.attempts()
+        with self._client.pipeline(transaction=False) as pipeline:
+            for attempt in attempts:
+                pipeline.hmget(keys.request(attempt.request.id), "state", "attempt")
+            states = pipeline.execute()
+        for attempt, (state, number) in zip(attempts, states, strict=True):
+            if state is not None and (state != b"running" or int(number) != attempt.number):
+                self._publisher.drop(attempt)

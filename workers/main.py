@@ -1,0 +1,196 @@
+"""The composition root: builds a worker out of its parts, runs it, and takes it down in order.
+
+Threads, and what each may do:
+
+| thread | owns | may block on |
+| --- | --- | --- |
+| main (intake) | RQ's loop and signals, prompts | Redis, a free slot |
+| engine | the backend's slots, the scheduler, the answers | the model |
+| publisher | the event logs | Redis |
+| finisher | RQ's records of ended jobs | Redis |
+| lease | the worker's lease, reaping | Redis |
+| RQ commands | nothing; forwards cancellations | Redis |
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+
+from shared.domain import Failed
+from shared.errors import ErrorCode
+from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
+from shared.log import LogWriter
+from shared.queue import RequestQueue
+from shared.reaper import Reaper
+from shared.settings import WorkerSettings
+from shared.store import check, connect
+from workers.attempt import Attempt
+from workers.backends.protocol import Backend
+from workers.engine import Engine
+from workers.finisher import Finisher
+from workers.intake import Intake
+from workers.lease import LeaseKeeper
+from workers.models import load_backend, parse_model
+from workers.prompt import PromptEncoder
+from workers.publisher import Outcome, Publisher
+from workers.scheduler.scheduler import Scheduler
+
+STEP_TOKENS = 512
+"""Most tokens in one step, when no answer is waiting for its next token."""
+
+JOIN_S = 5.0
+
+logger = logging.getLogger("tokenmill.worker")
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serve one model until SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        StartupError: Redis cannot be reached or the model cannot be served.
+    """
+    spec = parse_model(settings.model)
+    client = connect(settings.redis)
+    check(client, settings.redis)
+    backend_name, backend = load_backend(spec.location, settings)
+    encoder = PromptEncoder(backend.tokenizer)
+    worker = Worker(settings, spec.name, backend_name, backend, encoder, client)
+    return worker.run()
+
+
+class Worker:
+    """One worker process, wired."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        model: str,
+        backend_name: str,
+        backend: Backend,
+        encoder: PromptEncoder,
+        client: "redis.Redis",
+    ) -> None:
+        self._settings = settings
+        self._state = WorkerState.READY
+        self._name = f"{model.replace('/', '-')}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        description = backend.description
+        self._model = ModelInfo(
+            name=model,
+            backend=backend_name,
+            device=description.device,
+            context=description.context,
+            vocabulary=description.vocabulary,
+            state_kind=description.state_kind,
+            created=int(time.time()),
+        )
+        self._slots = description.slots
+        self._fleet = Fleet(client)
+        requests = RequestQueue(client)
+        self._finisher = Finisher()
+        self._publisher = Publisher(
+            LogWriter(client, self._name),
+            self._ended,
+            chunk_tokens=settings.chunk_tokens,
+            chunk_delay_s=settings.chunk_delay,
+        )
+        scheduler = Scheduler(
+            slots=description.slots,
+            prefill_chunk=settings.prefill_chunk,
+            step_tokens=STEP_TOKENS,
+            reuse=description.state_kind is StateKind.TRIMMABLE,
+        )
+        self._engine = Engine(backend, scheduler, self._publisher.put, slots=description.slots)
+        self._lease = LeaseKeeper(
+            client,
+            self._fleet,
+            Reaper(client, requests, name=self._name),
+            self._publisher,
+            self._describe,
+            lease_s=settings.lease,
+        )
+        self._intake = Intake(
+            client,
+            name=self._name,
+            model=model,
+            engine=self._engine,
+            publisher=self._publisher,
+            finisher=self._finisher,
+            encoder=encoder,
+            queue=requests,
+            on_drain=self._drain,
+        )
+        self._finisher.worker = self._intake
+        self._threads = {
+            "engine": _thread("engine", self._engine.run),
+            "publisher": _thread("publisher", self._publisher.run),
+            "finisher": _thread("finisher", self._finisher.run),
+            "lease": _thread("lease", self._lease.run),
+        }
+
+    def run(self) -> int:
+        """Serve until asked to stop."""
+        self._lease.renew()
+        for thread in self._threads.values():
+            thread.start()
+        logger.info("worker %s serves %s", self._name, self._model.name)
+        self._intake.work(logging_level="WARNING")
+        return 0
+
+    def _describe(self) -> WorkerInfo:
+        return WorkerInfo(
+            name=self._name,
+            model=self._model,
+            state=self._state,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            slots=self._slots,
+            running=self._engine.in_flight,
+        )
+
+    def _ended(self, attempt: Attempt, outcome: Outcome, failure: Failed | None) -> None:
+        if outcome is Outcome.FENCED:
+            self._engine.cancel(attempt)
+        self._finisher.ended(attempt, outcome, failure)
+
+    def _drain(self) -> None:
+        """Finish what runs, within the drain timeout; end what is left with a retryable error."""
+        self._state = WorkerState.DRAINING
+        self._lease.renew()
+        if not self._engine.wait_until_idle(self._settings.drain_timeout):
+            failure = Failed(
+                ErrorCode.WORKER_LOST.value, "The worker was stopped before it finished. The request can be retried."
+            )
+            for attempt in self._publisher.attempts():
+                self._engine.cancel(attempt)
+                self._publisher.put([(attempt, [failure])])
+        self._stop("publisher", self._publisher.stop)
+        self._stop("finisher", self._finisher.stop)
+        self._stop("engine", self._engine.stop)
+        self._stop("lease", self._lease.stop)
+        self._fleet.leave(self._name)
+
+    def _stop(self, name: str, ask: Callable[[], None]) -> None:
+        ask()
+        self._threads[name].join(JOIN_S)
+
+
+def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    """A thread without which the worker is of no use: if it dies, so does the process.
+
+    A supervisor starts a new worker, and what this one ran is ended through its lease.
+    """
+
+    def guarded() -> None:
+        try:
+            target()
+        except BaseException:
+            logger.critical("the %s thread died; the worker exits", name, exc_info=True)
+            os._exit(70)
+
+    return threading.Thread(target=guarded, name=name, daemon=True)

@@ -1,0 +1,149 @@
+"""The publisher: the one thread that writes to event logs.
+
+The engine hands over events and goes on; this thread batches them and sends what is due, for all
+requests together, in one round trip. While Redis is away it keeps what it has and tries again, and
+decoding does not notice.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from shared.domain import Event, Failed, is_terminal
+from shared.log import Append, LogWriter
+from shared.store import CONNECTION_ERRORS
+from workers.attempt import Attempt
+from workers.chunks import ChunkBatcher
+
+RETRY_S = 0.25
+
+logger = logging.getLogger("tokenmill.publisher")
+
+
+class Outcome(Enum):
+    """How an attempt left this worker."""
+
+    DONE = "done"
+    FAILED = "failed"
+    FENCED = "fenced"
+    """Its request was ended elsewhere, or another attempt has taken over."""
+
+
+Ended = Callable[[Attempt, Outcome, Failed | None], None]
+"""Called on the publisher's thread, once per attempt, after its last entry was written."""
+
+
+class _Outbox:
+    """What one attempt has not sent yet, and the number of its next entry."""
+
+    def __init__(self, attempt: Attempt, batcher: ChunkBatcher) -> None:
+        self.attempt = attempt
+        self.batcher = batcher
+        self.next_seq = 1
+
+
+class Publisher:
+    """Batches and writes. `put` may be called from any thread and never blocks on Redis."""
+
+    def __init__(
+        self,
+        writer: LogWriter,
+        ended: Ended,
+        *,
+        chunk_tokens: int,
+        chunk_delay_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._writer = writer
+        self._ended = ended
+        self._chunk_tokens = chunk_tokens
+        self._chunk_delay_s = chunk_delay_s
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._outboxes: dict[Attempt, _Outbox] = {}
+        self._stopping = False
+
+    def open(self, attempt: Attempt) -> None:
+        """Expect events of this attempt, until its terminal one or until it is fenced off."""
+        batcher = ChunkBatcher(max_tokens=self._chunk_tokens, max_delay_s=self._chunk_delay_s)
+        with self._changed:
+            self._outboxes[attempt] = _Outbox(attempt, batcher)
+
+    def put(self, emitted: Iterable[tuple[Attempt, list[Event]]]) -> None:
+        """Take events. Those of an attempt that is not (or no longer) open are dropped."""
+        now = self._monotonic()
+        with self._changed:
+            for attempt, events in emitted:
+                outbox = self._outboxes.get(attempt)
+                if outbox is not None and events:
+                    outbox.batcher.add(events, now)
+            self._changed.notify()
+
+    def drop(self, attempt: Attempt) -> None:
+        """Send nothing more of this attempt and report it as fenced."""
+        with self._changed:
+            dropped = self._outboxes.pop(attempt, None)
+        if dropped is not None:
+            self._ended(attempt, Outcome.FENCED, None)
+
+    def attempts(self) -> list[Attempt]:
+        """The attempts that are open."""
+        with self._changed:
+            return list(self._outboxes)
+
+    def stop(self) -> None:
+        """Let `run` return once everything that was put has been sent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """The publisher's thread."""
+        while (due := self._wait_for_due()) is not None:
+            self._write(due)
+
+    def _wait_for_due(self) -> list[tuple[_Outbox, list[Event]]] | None:
+        """Wait until something is due and take it; None when stopping and nothing is left."""
+        with self._changed:
+            while True:
+                waiting = [(box.batcher.due_at(), box) for box in self._outboxes.values()]
+                times = [due_at for due_at, _ in waiting if due_at is not None]
+                if not times:
+                    if self._stopping:
+                        return None
+                    self._changed.wait()
+                    continue
+                # What is due within one delay of the first goes along: one round trip for a step.
+                wait_s = min(times) - self._monotonic()
+                if wait_s <= 0 or self._stopping:
+                    return [(box, box.batcher.take()) for due_at, box in waiting if due_at is not None]
+                self._changed.wait(wait_s)
+
+    def _write(self, due: list[tuple[_Outbox, list[Event]]]) -> None:
+        batch = [Append(box.attempt.request.id, box.attempt.number, box.next_seq, events) for box, events in due]
+        written = self._append_with_patience(batch)
+        for (box, events), was_written in zip(due, written, strict=True):
+            if not was_written:
+                self.drop(box.attempt)
+                continue
+            box.next_seq += len(events)
+            last = events[-1]
+            if is_terminal(last):
+                with self._changed:
+                    self._outboxes.pop(box.attempt, None)
+                failure = last if isinstance(last, Failed) else None
+                self._ended(box.attempt, Outcome.FAILED if failure else Outcome.DONE, failure)
+
+    def _append_with_patience(self, batch: list[Append]) -> list[bool]:
+        """Write the batch, however long Redis is away. The explicit ids make repeating it harmless."""
+        complained = False
+        while True:
+            try:
+                return self._writer.append(batch)
+            except CONNECTION_ERRORS as error:
+                if not complained:
+                    logger.warning("cannot write to Redis, holding %d requests back: %s", len(batch), error)
+                    complained = True
+                time.sleep(RETRY_S)
