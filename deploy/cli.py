@@ -85,13 +85,11 @@ def api(**values: Any) -> None:
 @settings_options(WorkerSettings)
 def worker(model: str, **values: Any) -> int:
     """Run one worker, which serves one model."""
-    from deploy.models import check_exists, parse_model
+    from workers.models import parse_model
 
-    choice = parse_model(model)
-    settings = _settings(WorkerSettings, values | {"model": str(choice)})
+    settings = _settings(WorkerSettings, values | {"model": model})
     _require_redis(settings.redis)
-    check_exists(choice)
-    setproctitle(f"tokenmill worker {choice.name}")
+    setproctitle(f"tokenmill worker {parse_model(model).name}")
     from workers.main import run
 
     return run(settings)

@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.children import Child
 from deploy.instance import Instance, InstanceFile, sweep
-from deploy.models import ModelChoice, check_exists
+from deploy.models import check_exists
 from deploy.options import as_environment
 from deploy.probes import choose_port, front_end_is_ready, local_url, worker_is_ready
 from deploy.service import Change, Service, Startable
@@ -23,6 +23,7 @@ from shared.errors import StartupError, StoreError
 from shared.fleet import Fleet, FleetView
 from shared.settings import ENV_PREFIX, ApiSettings, WorkerSettings
 from shared.store import check, connect, without_password
+from workers.models import ModelSpec
 
 STARTING_POLL_S = 0.1
 """Between looks at what sends no signal: a worker that becomes ready, a front end that answers."""
@@ -43,7 +44,7 @@ class Plan:
 
     api: ApiSettings
     worker: WorkerSettings
-    models: tuple[ModelChoice, ...]
+    models: tuple[ModelSpec, ...]
     workers_per_model: int
 
 
@@ -53,8 +54,8 @@ def launch(plan: Plan, say: Callable[[str], None]) -> None:
     Raises:
         StartupError: something cannot be started, or not be kept running. Nothing runs any more then.
     """
-    for choice in plan.models:
-        check_exists(choice)
+    for model in plan.models:
+        check_exists(model)
     port = choose_port(plan.api.host, plan.api.port)
     if plan.api.redis:
         with connect(plan.api.redis) as client:
@@ -135,11 +136,12 @@ class Launcher:
     def _add_services(self) -> None:
         fleet = FleetView(Fleet(connect(self._redis_url)), max_age_s=STARTING_POLL_S / 2)
         count = self._plan.workers_per_model
-        for choice in self._plan.models:
-            settings = dataclasses.replace(self._plan.worker, redis=self._redis_url, model=str(choice))
-            self._say(f"loading model {choice.name} ({choice.spec})")
+        for model in self._plan.models:
+            value = f"{model.name}={model.location}"
+            settings = dataclasses.replace(self._plan.worker, redis=self._redis_url, model=value)
+            self._say(f"loading model {model.name} ({model.location})")
             for number in range(1, count + 1):
-                title = f"worker {choice.name}" + (f" ({number} of {count})" if count > 1 else "")
+                title = f"worker {model.name}" + (f" ({number} of {count})" if count > 1 else "")
                 self._say(f"starting {title}")
                 self._workers.append(
                     Service(title, _starter("worker", settings), lambda pid: worker_is_ready(fleet, pid))
@@ -167,7 +169,7 @@ class Launcher:
         return min(waits, default=SERVING_POLL_S)
 
     def _announce(self) -> None:
-        names = [choice.name for choice in self._plan.models]
+        names = [model.name for model in self._plan.models]
         body = {
             "model": names[0],
             "messages": [{"role": "user", "content": "Write one sentence about rivers."}],

@@ -43,9 +43,11 @@ def elsewhere(packages: dict[str, Any]) -> set[str]:
     needed = set()
     for metadata in packages.values():
         for requirement in map(Requirement, metadata.get("requires_dist", [])):
-            if requirement.marker is None or canonicalize_name(requirement.name) in packages:
+            marker = requirement.marker
+            if marker is None or canonicalize_name(requirement.name) in packages:
                 continue
-            if any(requirement.marker.evaluate({**default_environment(), "extra": "", **place}) for place in OTHER_PLACES):  # type: ignore[arg-type]
+            environments = ({**default_environment(), "extra": "", **place} for place in OTHER_PLACES)
+            if any(marker.evaluate(environment) for environment in environments):
                 needed.add(str(requirement))
     return needed
 
