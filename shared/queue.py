@@ -214,6 +214,25 @@ class RequestQueue:
             return
         mark_cancelled(job)
 
+    def submitted(self, request_id: str) -> Submitted | None:
+        """What is known of the request; None when it never existed or has expired.
+
+        Raises:
+            RequestError: `store_unavailable`.
+        """
+        with store_errors(), self._client.pipeline() as pipeline:
+            pipeline.hgetall(keys.request(request_id))
+            pipeline.time()
+            fields, (seconds, microseconds) = pipeline.execute()
+        if not fields:
+            return None
+        attributes = {
+            as_text(name).removeprefix(ATTRIBUTE_PREFIX): as_text(value)
+            for name, value in fields.items()
+            if as_text(name).startswith(ATTRIBUTE_PREFIX)
+        }
+        return Submitted(int(fields[b"deadline"]) / 1000 - seconds - microseconds / 1e6, attributes)
+
     def depth(self, model: str) -> int:
         """How many of the model's requests no worker has claimed."""
         return int(self._client.zcard(keys.waiting(model)))

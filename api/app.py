@@ -1,0 +1,68 @@
+"""The Flask app: wires routes, error answers and request ids to collaborators that it is given."""
+
+import logging
+import re
+import uuid
+
+from flask import Flask, Response, g, request
+from werkzeug.exceptions import HTTPException
+
+from api.routes.generation import generation_routes
+from api.routes.health import health_routes
+from api.routes.json import error_response, json_response
+from api.routes.models import model_routes
+from api.routes.streams import stream_routes
+from api.schemas.error import error_body
+from api.services import Services
+from shared.errors import RequestError
+
+MAX_BODY_BYTES = 10 * 1024 * 1024
+
+_SANE_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+logger = logging.getLogger("tokenmill.api")
+
+
+def create_app(services: Services) -> Flask:
+    """The WSGI application over these collaborators."""
+    app = Flask("tokenmill", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    app.before_request(_give_ids)
+    app.after_request(_tell_request_id)
+    app.register_error_handler(RequestError, error_response)
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(Exception, _unexpected_error)
+    for routes in (generation_routes, stream_routes, model_routes, health_routes):
+        app.register_blueprint(routes(services))
+    return app
+
+
+def _give_ids() -> None:
+    """A fresh id for the request itself; the client's own only names the exchange."""
+    g.id = uuid.uuid4().hex
+    given = request.headers.get("x-request-id", "")
+    g.request_id = given if _SANE_REQUEST_ID.fullmatch(given) else g.id
+
+
+def _tell_request_id(response: Response) -> Response:
+    response.headers["x-request-id"] = g.request_id
+    return response
+
+
+def _http_error(error: HTTPException) -> Response:
+    """What Flask itself refuses: unknown URLs, methods, bodies that are too large."""
+    status = error.code or 500
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = error.name.lower().replace(" ", "_")
+    response = json_response(error_body(error.description or error.name, kind, code=code), status)
+    for name, value in error.get_headers():
+        if name == "Allow":
+            response.headers[name] = value
+    return response
+
+
+def _unexpected_error(_: Exception) -> Response:
+    logger.exception("request %s failed", g.get("id"))
+    return json_response(
+        error_body("The server had an error while processing your request.", "server_error", code="internal_error"), 500
+    )

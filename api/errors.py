@@ -1,0 +1,47 @@
+"""From an error code to HTTP: the one table with statuses, OpenAI's error types and Retry-After."""
+
+from typing import NamedTuple
+
+from api.schemas.error import ErrorBody, error_body
+from shared.domain import Failed
+from shared.errors import ErrorCode, RequestError
+
+
+class HttpError(NamedTuple):
+    """How a code looks on the wire. `retry_after_s` None: sending the same again does not help."""
+
+    status: int
+    type: str
+    retry_after_s: int | None = None
+
+
+HTTP_ERRORS = {
+    ErrorCode.INVALID_REQUEST: HttpError(400, "invalid_request_error"),
+    ErrorCode.UNSUPPORTED_PARAMETER: HttpError(400, "invalid_request_error"),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: HttpError(400, "invalid_request_error"),
+    ErrorCode.MODEL_NOT_FOUND: HttpError(404, "invalid_request_error"),
+    ErrorCode.MODEL_UNAVAILABLE: HttpError(503, "server_error", 5),
+    ErrorCode.QUEUE_FULL: HttpError(429, "rate_limit_error", 2),
+    ErrorCode.DEADLINE_EXCEEDED: HttpError(504, "server_error", 10),
+    ErrorCode.CANCELLED: HttpError(499, "server_error"),
+    ErrorCode.WORKER_LOST: HttpError(503, "server_error", 1),
+    ErrorCode.REQUEST_LOST: HttpError(503, "server_error", 1),
+    ErrorCode.STORE_UNAVAILABLE: HttpError(503, "server_error", 5),
+    ErrorCode.SERVER_STOPPING: HttpError(503, "server_error", 1),
+    ErrorCode.ENGINE_ERROR: HttpError(500, "server_error"),
+    ErrorCode.PAYLOAD_VERSION: HttpError(500, "server_error"),
+}
+
+
+def request_error(failure: Failed) -> RequestError:
+    """The error in a terminal event; a code that only a newer worker knows is an engine error."""
+    try:
+        code = ErrorCode(failure.code)
+    except ValueError:
+        code = ErrorCode.ENGINE_ERROR
+    return RequestError(code, failure.message, param=failure.param)
+
+
+def request_error_body(error: RequestError) -> ErrorBody:
+    """The error in OpenAI's shape."""
+    return error_body(error.message, HTTP_ERRORS[error.code].type, param=error.param, code=error.code.value)

@@ -1,0 +1,1 @@
+"""OpenAI's wire: the only home of its field names."""

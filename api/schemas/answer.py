@@ -1,0 +1,54 @@
+"""What answers of both generation endpoints have in common: usage, finish reasons, when and by which model."""
+
+import msgspec
+
+from shared.domain import FinishReason, Usage
+
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+"""The one table from the domain's finish reasons to OpenAI's."""
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
+    """All that it takes to put a request's events on the wire; kept beside the request for resuming."""
+
+    endpoint: str
+    id: str
+    model: str
+    created: int
+    choices: int
+    include_usage: bool
+    service_tier: str
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class CompletionUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def completion_usage(usage: Usage) -> CompletionUsage:
+    """The usage of a whole request."""
+    return CompletionUsage(
+        usage.prompt,
+        usage.completion,
+        usage.prompt + usage.completion,
+        PromptTokensDetails(usage.cached),
+        CompletionTokensDetails(),
+    )

@@ -1,0 +1,81 @@
+"""The wire of POST /v1/completions."""
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BeforeValidator, Field, model_validator
+
+from api.schemas.answer import CompletionUsage
+from api.schemas.parsing import invalid
+from api.schemas.sampling import MAX_CHOICES, MAX_TOKENS, GenerationFields
+
+MAX_LOGPROBS = 5
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for this endpoint."""
+
+NO_OP: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+"""Fields that are known and not honoured, with the values that ask for nothing."""
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS
+
+
+def _prompts(value: Any) -> Any:
+    """`prompt`: a string, strings, token ids, or arrays of token ids; becomes a list of prompts."""
+    prompts = value if isinstance(value, list) and not (value and _is_token(value[0])) else [value]
+    if not prompts:
+        raise invalid("the array is empty.")
+    for prompt in prompts:
+        is_tokens = isinstance(prompt, list) and prompt and all(_is_token(token) for token in prompt)
+        if not is_tokens and not isinstance(prompt, str):
+            raise invalid("expected a string, an array of strings, or non-empty arrays of token ids.")
+    if len({type(prompt) for prompt in prompts}) > 1:
+        raise invalid("texts and arrays of token ids cannot be mixed.")
+    return prompts
+
+
+class CompletionRequest(GenerationFields):
+    """A request, valid in itself; only the model can say more."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, ge=1, le=MAX_TOKENS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != self.n:
+            raise invalid("a value other than 'n' is not supported yet by this server.", param="best_of")
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise invalid(
+                f"prompts times 'n' is {len(self.prompt) * self.n}; at most {MAX_CHOICES} choices.", param="n"
+            )
+        return self
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Parallel arrays, one item for each token; offsets are in characters from the answer's start."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    index: int
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer, or a chunk of one. In a stream `usage` is left out unless it was asked for."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: tuple[Choice, ...]
+    usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET

@@ -1,0 +1,153 @@
+"""The front end's processes: gunicorn with gevent workers, run in the foreground.
+
+The master only binds the port and forks. Everything that must see gevent's patched sockets and
+locks is imported in the worker, after patching. In each worker: one greenlet for each connection,
+one that reads the subscription, one that reaps.
+"""
+
+import logging
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gunicorn.app.base import BaseApplication
+from gunicorn.glogging import Logger
+from gunicorn.workers.base_async import AsyncWorker
+from gunicorn.workers.ggevent import GeventWorker
+from setproctitle import setproctitle
+
+from api.drain import Drain
+from shared.errors import StartupError
+from shared.settings import ApiSettings
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+CLIENT_TIMEOUT_S = 60.0
+"""How long a client may neither take what is sent to it nor send the rest of its request."""
+
+KEEP_ALIVE_S = 15
+BACKLOG = 2048
+END_MARGIN_S = 3
+"""Added to the drain time, for streams to write their last event before gunicorn ends them."""
+
+
+def serve(settings: ApiSettings) -> None:
+    """Serve until told to stop; does not return while serving.
+
+    Raises:
+        StartupError: the address cannot be listened on.
+    """
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
+    )
+    listener = bind(settings.host, settings.port)
+    setproctitle("tokenmill api")
+    FrontEnd(settings, listener).run()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, made here because gunicorn would retry a taken port for seconds."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
+    """A worker process; `drain` tells its streams that it was told to stop."""
+
+    drain: Drain | None = None
+
+    def handle(self, listener: Any, client: Any, addr: Any) -> None:
+        """Serve one connection. Without a timeout a client that stops reading holds its greenlet for ever."""
+        client.settimeout(CLIENT_TIMEOUT_S)
+        if client.family != socket.AF_UNIX:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        AsyncWorker.handle(self, listener, client, addr)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """SIGTERM: gunicorn closes the listener and waits for the connections."""
+        if self.drain is not None:
+            self.drain.begin()
+        super().handle_exit(sig, frame)
+
+
+class Log(Logger):  # type: ignore[misc]  # gunicorn has no types
+    """gunicorn's log as part of this process's own."""
+
+    def setup(self, cfg: Any) -> None:
+        """Hand everything to the root logger; what gunicorn says of its own life is only for debugging."""
+        self.error_log.propagate = True
+        self.error_log.setLevel(logging.DEBUG if cfg.loglevel == "debug" else logging.WARNING)
+
+    def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """A client that stalls is not an error of the server."""
+        if isinstance(sys.exc_info()[1], TimeoutError):
+            self.error_log.info("a client stalled for %g s and was let go", CLIENT_TIMEOUT_S)
+        else:
+            super().exception(msg, *args, **kwargs)
+
+
+class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
+    """What gunicorn runs."""
+
+    def __init__(self, settings: ApiSettings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._drain = Drain(settings.drain_timeout)
+        self._subscriber: Any = None
+        self._reaper: Any = None
+        super().__init__()
+
+    def load_config(self) -> None:
+        """gunicorn's settings; none are read from its own files or environment."""
+        settings = self._settings
+        options = {
+            "bind": [f"fd://{os.dup(self._listener.fileno())}"],
+            "workers": settings.api_processes,
+            "worker_class": Worker,
+            "worker_connections": settings.connections,
+            "backlog": BACKLOG,
+            "keepalive": KEEP_ALIVE_S,
+            "graceful_timeout": int(settings.drain_timeout) + END_MARGIN_S,
+            "timeout": 60,
+            "loglevel": settings.log_level,
+            "logger_class": Log,
+            "proc_name": "tokenmill api",
+            "control_socket_disable": True,
+            "post_worker_init": self._start_greenlets,
+        }
+        for name, value in options.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> "Flask":
+        """The app, made in the worker after patching."""
+        setproctitle("tokenmill api")
+        from api.app import create_app
+        from api.services import services
+        from api.subscriber import Subscriber
+        from shared.reaper import Reaper
+        from shared.store import connect
+
+        client = connect(self._settings.redis)
+        self._subscriber = Subscriber(client)
+        collaborators = services(self._settings, client, self._subscriber, self._drain)
+        self._reaper = Reaper(client, collaborators.queue, name=f"api-{socket.gethostname()}-{os.getpid()}")
+        return create_app(collaborators)
+
+    def _start_greenlets(self, worker: Worker) -> None:
+        from api.reaping import start_reaping
+
+        worker.drain = self._drain
+        self._subscriber.start()
+        start_reaping(self._reaper)

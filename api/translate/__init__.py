@@ -1,0 +1,1 @@
+"""Between OpenAI's wire and the domain, one module for each endpoint."""
