@@ -35,7 +35,8 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS) -> "redis.Redis
             timeout=POOL_WAIT_S,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=SOCKET_TIMEOUT_S,
-            socket_keepalive=True,
+            # A Unix socket has no such thing, and redis-py refuses the argument there.
+            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
             health_check_interval=15,
             # One quick second try covers a connection that was idle while Redis restarted; longer
             # outages are each caller's own business.
