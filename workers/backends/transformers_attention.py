@@ -220,17 +220,17 @@ class _Gathered:
     ) -> torch.Tensor:
         """[tokens, heads, head size] for `query` of that shape; keys and values [slots, longest, key heads, size].
 
-        Rows past a slot's end hold what was there before, be it NaN, so the values are blanked: a
-        weight of 0 alone would let a NaN through.
+        Rows past a slot's end hold what was there before, be it NaN, so they are blanked: neither a
+        mask nor a weight of 0 stops a NaN.
         """
         visible = self._mask(window)
-        held = keys.index_select(0, self._slots).transpose(1, 2)
-        held_values = values.index_select(0, self._slots)
-        held_values.masked_fill_(~visible[:, :, None, None], 0)
+        hidden = ~visible[:, :, None, None]
+        held = keys.index_select(0, self._slots).masked_fill_(hidden, 0).transpose(1, 2)
+        held_values = values.index_select(0, self._slots).masked_fill_(hidden, 0).transpose(1, 2)
         attended = functional.scaled_dot_product_attention(
             query.reshape(query.shape[0], held.shape[1], -1, query.shape[2]),
             held,
-            held_values.transpose(1, 2),
+            held_values,
             attn_mask=visible[:, None, None, :],
             scale=scale,
         )

@@ -13,7 +13,7 @@ PACKED_FOR_ROWS = 32
 """oneDNN chooses the layout by a number of rows. This choice was never slower than others from 1 to 512."""
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy
     """Computes what the given `nn.Linear` does, up to rounding. Its weight cannot be read back.
 
     The two operators are those that PyTorch's own compiler puts in the place of a frozen linear
@@ -35,16 +35,18 @@ class PackedLinear(nn.Module):
 def can_pack(model: nn.Module) -> bool:
     """Whether `pack` does something for this model: float32 weights on a CPU whose PyTorch has oneDNN."""
     weight = next(model.parameters())
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    dense_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return dense_on_cpu and bool(torch.backends.mkldnn.is_available())
 
 
 def pack(model: nn.Module) -> None:
-    """Replace the model's linear layers in place, one at a time, so that no two copies of all are held."""
-    packed: dict[nn.Linear, PackedLinear] = {}
+    """Replace the model's linear layers in place, one at a time, so that no two copies of all are held.
+
+    The other weights are copied too: a view into the weights' file would keep all of it mapped.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                if child not in packed:
-                    packed[child] = PackedLinear(child)
-
-                setattr(parent, name, packed[child])
+                setattr(parent, name, PackedLinear(child))
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
