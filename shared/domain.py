@@ -95,12 +95,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompts) * self.n
 
 
+LEAST_LOGPROB = -9999.0
+"""Stands for everything below it, minus infinity too, which JSON does not have; as OpenAI's API does."""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     """A token's text and bytes with its natural-log probability under the unmodified model."""
 
     text: str
     bytes_: tuple[int, ...]
     logprob: float
+
+    def __post_init__(self) -> None:
+        if self.logprob < LEAST_LOGPROB:
+            msgspec.structs.force_setattr(self, "logprob", LEAST_LOGPROB)
 
 
 class ChosenLogprob(msgspec.Struct, frozen=True):

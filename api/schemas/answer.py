@@ -7,9 +7,6 @@ from shared.domain import FinishReason, Usage
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """The one table from the domain's finish reasons to OpenAI's."""
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
-
 
 class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
     """All that it takes to put a request's events on the wire; kept beside the request for resuming."""

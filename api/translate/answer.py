@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from api.schemas.answer import LEAST_LOGPROB
 from shared.domain import ChosenLogprob, Chunk, FinishReason, Usage
 
 
@@ -43,8 +42,3 @@ class Answer(Protocol):
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> Any:
         """The answer in one piece."""
-
-
-def finite(logprob: float) -> float:
-    """The logprob as JSON can carry it."""
-    return max(logprob, LEAST_LOGPROB)

@@ -6,7 +6,7 @@ import msgspec
 
 from api.schemas import chat as wire
 from api.schemas.answer import FINISH_REASONS, AnswerShape, CompletionUsage, completion_usage
-from api.translate.answer import WholeChoice, finite
+from api.translate.answer import WholeChoice
 from api.translate.requests import priority, sampling
 from shared.domain import (
     ChatMessage,
@@ -106,9 +106,9 @@ def _logprobs(logprobs: Sequence[ChosenLogprob]) -> wire.Logprobs | None:
         [
             wire.TokenLogprob(
                 item.token.text,
-                finite(item.token.logprob),
+                item.token.logprob,
                 item.token.bytes_,
-                [wire.TopLogprob(top.text, finite(top.logprob), top.bytes_) for top in item.top],
+                [wire.TopLogprob(top.text, top.logprob, top.bytes_) for top in item.top],
             )
             for item in logprobs
         ]

@@ -7,7 +7,7 @@ import msgspec
 
 from api.schemas import completions as wire
 from api.schemas.answer import FINISH_REASONS, AnswerShape, CompletionUsage, completion_usage
-from api.translate.answer import WholeChoice, finite
+from api.translate.answer import WholeChoice
 from api.translate.requests import priority, sampling
 from shared.domain import ChosenLogprob, Chunk, FinishReason, GenerationRequest, TextPrompt, TokenPrompt, Usage
 
@@ -100,8 +100,8 @@ def _logprobs(logprobs: Sequence[ChosenLogprob], offset: int) -> wire.Logprobs |
         offset += len(item.token.text)
     return wire.Logprobs(
         tokens=[item.token.text for item in logprobs],
-        token_logprobs=[finite(item.token.logprob) for item in logprobs],
+        token_logprobs=[item.token.logprob for item in logprobs],
         # The drawn token is always among them, as OpenAI has it.
-        top_logprobs=[{top.text: finite(top.logprob) for top in (*item.top, item.token)} for item in logprobs],
+        top_logprobs=[{top.text: top.logprob for top in (*item.top, item.token)} for item in logprobs],
         text_offset=offsets,
     )
