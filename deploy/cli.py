@@ -4,6 +4,7 @@ Nothing heavy is imported before it is needed: `--help` is quick, and `api` neve
 """
 
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,16 +14,19 @@ from typing import Any, TypeVar
 import click
 from setproctitle import setproctitle
 
-from deploy.options import settings_option, settings_options, unknown_variables
+from deploy.options import LAUNCHER_ONLY, settings_option, settings_options, unknown_variables
 from shared.errors import SettingsError, StartupError
 from shared.settings import ApiSettings, WorkerSettings, source, variable
 
 Settings = TypeVar("Settings", ApiSettings, WorkerSettings)
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+WORKERS_DEFAULT, WORKERS_AT_LEAST, WORKERS_HELP = LAUNCHER_ONLY["workers"]
 WORKER_FIELDS = {item.name: item for item in fields(WorkerSettings)}
 
 
@@ -35,7 +39,6 @@ def cli() -> None:
 
 
 @cli.command()
-@settings_options(ApiSettings, WorkerSettings, leave_out=("model",))
 @settings_option(
     WORKER_FIELDS["model"],
     multiple=True,
@@ -46,19 +49,20 @@ def cli() -> None:
 @click.option(
     "--workers",
     type=int,
-    default=1,
+    default=WORKERS_DEFAULT,
     show_default=True,
     envvar=variable("workers"),
     show_envvar=True,
-    help="worker processes of each model",
+    help=WORKERS_HELP,
 )
+@settings_options(ApiSettings, WorkerSettings, leave_out=("model",))
 def up(model: tuple[str, ...], workers: int, **values: Any) -> None:
     """Run everything on this machine: Redis, the front end and the workers."""
     from deploy.launcher import Plan, launch
     from deploy.models import parse_models
 
-    if workers < 1:
-        raise SettingsError(f"{source('workers')}: {workers} is below 1")
+    if workers < WORKERS_AT_LEAST:
+        raise SettingsError(f"{source('workers')}: {workers} is below {WORKERS_AT_LEAST}")
     plan = Plan(
         api=_settings(ApiSettings, values),
         worker=_settings(WorkerSettings, values),
@@ -90,6 +94,7 @@ def worker(model: str, **values: Any) -> int:
     settings = _settings(WorkerSettings, values | {"model": model})
     _require_redis(settings.redis)
     setproctitle(f"tokenmill worker {parse_model(model).name}")
+    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
     from workers.main import run
 
     return run(settings)

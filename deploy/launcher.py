@@ -189,10 +189,10 @@ class Launcher:
     def stop(self) -> None:
         """End everything: front end and workers first, in their drain time, Redis last."""
         self._signals.stopping = True
-        self._say("stopping (Ctrl-C: at once)" if self._plan.api.drain_timeout else "stopping")
-        grace = max(self._plan.api.drain_timeout, self._plan.worker.drain_timeout) + STOP_MARGIN_S
+        drain_timeout = self._plan.api.drain_timeout
+        self._say(f"stopping; running requests have {drain_timeout:g} s to finish (Ctrl-C: stop at once)")
         others = [service for service in self._services() if service is not self._store]
-        self._end(_children(others), grace)
+        self._end(_children(others), drain_timeout + STOP_MARGIN_S)
         if self._store is not None:
             self._end(_children([self._store]), STORE_STOP_S)
         if self._valkey is not None:

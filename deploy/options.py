@@ -11,8 +11,8 @@ from shared.settings import ENV_PREFIX, ApiSettings, WorkerSettings, flag, varia
 
 Command = Callable[..., Any]
 
-LAUNCHER_ONLY = ("workers",)
-"""Settings of `up` that are no field of a settings class."""
+LAUNCHER_ONLY = {"workers": (1, 1, "worker processes of each model")}
+"""Settings of `up` that are no field of a settings class: default, lowest value, help."""
 
 
 def settings_fields(*classes: type) -> list["Field[Any]"]:

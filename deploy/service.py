@@ -39,7 +39,6 @@ class Change(Enum):
     READY = auto()
     BACK = auto()
     DIED = auto()
-    STARTED_AGAIN = auto()
 
 
 class Service:
@@ -60,6 +59,7 @@ class Service:
         self.child: Startable | None = None
         self.ready = False
         self.backoff_s = 0.0
+        self.last_end = ""
         self._start = start
         self._is_ready = is_ready
         self._monotonic = monotonic
@@ -74,7 +74,9 @@ class Service:
             StartupError: the child died before it was ever ready, or it dies too often.
         """
         if self.child is None:
-            return self._start_if_due()
+            if self._monotonic() >= self._start_at:
+                self.child = self._start()
+            return None
         if self.child.is_dead():
             return self._died(self.child)
         if self.ready or not self._is_ready(self.child.pid):
@@ -86,12 +88,6 @@ class Service:
     def wait_s(self) -> float:
         """Seconds until the next start; 0 if there is none to wait for."""
         return max(0.0, self._start_at - self._monotonic()) if self.child is None else 0.0
-
-    def _start_if_due(self) -> Change | None:
-        if self._monotonic() < self._start_at:
-            return None
-        self.child = self._start()
-        return Change.STARTED_AGAIN if self._deaths else None
 
     def _died(self, child: Startable) -> Change:
         if not self._was_ready:

@@ -7,7 +7,7 @@ import msgspec
 from shared import keys
 from shared.fleet import Fleet, WorkerInfo
 from shared.queue import RequestQueue
-from shared.store import check, connect, store_errors, without_password
+from shared.store import as_text, check, connect, store_errors, without_password
 
 if TYPE_CHECKING:
     import redis
@@ -53,7 +53,7 @@ def read_status(redis_url: str, *, url: str = "") -> Status:
 def _lately_served(client: "redis.Redis") -> list[str]:
     """Models without a live worker are listed too: that is when somebody looks at the status."""
     prefix = keys.model("")
-    return [key.decode().removeprefix(prefix) for key in client.scan_iter(match=prefix + "*")]
+    return [as_text(key).removeprefix(prefix) for key in client.scan_iter(match=prefix + "*")]
 
 
 def _model_status(name: str, workers: list[WorkerInfo], waiting: int) -> ModelStatus:

@@ -46,7 +46,7 @@ def elsewhere(packages: dict[str, Any]) -> set[str]:
             marker = requirement.marker
             if marker is None or canonicalize_name(requirement.name) in packages:
                 continue
-            environments = ({**default_environment(), "extra": "", **place} for place in OTHER_PLACES)
+            environments: Any = ({**default_environment(), "extra": "", **place} for place in OTHER_PLACES)
             if any(marker.evaluate(environment) for environment in environments):
                 needed.add(str(requirement))
     return needed
