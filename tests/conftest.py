@@ -91,3 +91,12 @@ def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def own_durable_valkey(tmp_path: Path) -> Iterator[Valkey]:
+    """The same with an append-only file, which brings everything back after a restart."""
+    server = Valkey(tmp_path, options=("--save", "", "--appendonly", "yes"))
+    server.start()
+    yield server
+    server.stop()

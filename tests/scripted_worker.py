@@ -4,6 +4,8 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 
+import redis
+from rq import Queue
 from rq.exceptions import NoSuchJobError
 from rq.intermediate_queue import IntermediateQueue
 from rq.serializers import JSONSerializer
@@ -154,12 +156,20 @@ class ScriptedWorker:
     def _take(self) -> None:
         queues = [rq_queue(self._client, self._model.name, priority) for priority in Priority]
         while not self._stopped.is_set():
-            for queue in queues:
-                between = IntermediateQueue.get_intermediate_queue_key(queue.key)
-                raw = self._client.blmove(queue.key, between, 0.02, "LEFT", "RIGHT")
-                if raw is not None:
-                    self._client.lrem(between, 1, raw)
-                    self._begin(raw.decode())
+            try:
+                if not any(self._take_from(queue) for queue in queues):
+                    self._stopped.wait(0.01)
+            except redis.ConnectionError:
+                self._stopped.wait(0.05)
+
+    def _take_from(self, queue: Queue) -> bool:
+        between = IntermediateQueue.get_intermediate_queue_key(queue.key)
+        raw = self._client.lmove(queue.key, between, "LEFT", "RIGHT")
+        if raw is None:
+            return False
+        self._client.lrem(between, 1, raw)
+        self._begin(raw.decode())
+        return True
 
     def _begin(self, job_id: str) -> None:
         try:
