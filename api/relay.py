@@ -165,9 +165,10 @@ class Following:
             raise RequestError(
                 ErrorCode.SERVER_STOPPING, "This server is stopping. The stream can be resumed at its resume URL."
             )
-        if self._relay.monotonic() >= self._deadline:
+        remaining_s = self._deadline - self._relay.monotonic()
+        if remaining_s <= 0:
             return self._expire()
-        delivery = self._mailbox.take(0.0 if self._more else TICK_S)
+        delivery = self._mailbox.take(0.0 if self._more else min(TICK_S, remaining_s))
         entries = self._in_order(delivery.messages)
         self._gap = self._gap or delivery.gap
         now = self._relay.monotonic()

@@ -150,6 +150,10 @@ class Subscriber:
             raise RequestError(ErrorCode.STORE_UNAVAILABLE, "The request queue is unavailable. Retry shortly.")
         return mailbox
 
+    def is_up(self) -> bool:
+        """Whether the connection is believed to work."""
+        return self._up
+
     def channels(self) -> int:
         """How many channels are subscribed now."""
         return len(self._channels)

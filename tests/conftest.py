@@ -36,6 +36,20 @@ def client(valkey: Valkey) -> "Iterator[redis.Redis]":
 
 
 @pytest.fixture
+def connect_to() -> "Iterator[Callable[[str], redis.Redis]]":
+    """Makes clients that are closed when the test ends."""
+    clients: list[redis.Redis] = []
+
+    def make(url: str) -> "redis.Redis":
+        clients.append(connect(url))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.connection_pool.disconnect()
+
+
+@pytest.fixture
 def no_key_without_ttl(client: "redis.Redis") -> Iterator[None]:
     """Fails a test that leaves a key of ours which never expires."""
     yield
