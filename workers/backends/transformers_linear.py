@@ -14,7 +14,7 @@ PACKED_FOR_ROWS = 32
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy
-    """Computes what the given `nn.Linear` does, up to rounding. Its weight cannot be read back.
+    """Computes what the given `nn.Linear` does, up to rounding.
 
     The two operators are those that PyTorch's own compiler puts in the place of a frozen linear
     layer; they have no public name.
@@ -24,12 +24,17 @@ class PackedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by
         super().__init__()
         self.in_features = dense.in_features
         self.out_features = dense.out_features
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), PACKED_FOR_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), PACKED_FOR_ROWS)
         self.bias = None if dense.bias is None else dense.bias.detach()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy of the weight [out, in], for the few models that compute with it on their own."""
+        return self._packed.to_dense()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
-        return torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(rows, self._packed, self.bias, "none", [], "")
 
 
 def can_pack(model: nn.Module) -> bool:

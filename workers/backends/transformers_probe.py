@@ -33,8 +33,6 @@ def batchable_context(config: Any, context: int) -> int:
     unknown = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS
     if unknown:
         raise NotBatchableError(f"it has layers of type {', '.join(sorted(unknown))}")
-    if getattr(text, "num_attention_heads", None) is None:
-        raise NotBatchableError("it has no attention")
     rope = getattr(text, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original is not None and context > original:
