@@ -19,7 +19,7 @@ from rq.exceptions import DequeueTimeout
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
-from rq.worker.base import BaseWorker
+from rq.worker.base import BaseWorker, WorkerStatus
 
 from shared.codec import request_from_payload
 from shared.domain import Accepted, Failed, GenerationRequest, Priority
@@ -102,11 +102,18 @@ class Intake(BaseWorker):
         while not self._stop_requested:
             with self._patience("take a job"):
                 self.heartbeat()
+                self._show_state()
                 if self.should_run_maintenance_tasks:
                     self.run_maintenance_tasks()  # type: ignore[no-untyped-call]
                 if self._engine.wait_for_room(IDLE_WAIT_S) and (taken := self._take()) is not None:
                     return taken
         return None
+
+    def _show_state(self) -> None:
+        """Let dashboards tell a worker that runs something from one that does not."""
+        state = WorkerStatus.BUSY if self._engine.in_flight else WorkerStatus.IDLE
+        if state != self.get_state():
+            self.set_state(state)
 
     def _take(self) -> tuple[Job, Queue] | None:
         interactive, background = self.queues

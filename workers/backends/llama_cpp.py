@@ -21,6 +21,9 @@ from workers.detokenise import ByteDetokeniser, Detokeniser
 BATCH_TOKENS = 512
 """Most tokens that one step computes."""
 
+ERROR_LEVEL = 4
+"""`GGML_LOG_LEVEL_ERROR` of llama.cpp, which the Python package does not name."""
+
 _last_error = ""
 
 
@@ -28,7 +31,7 @@ _last_error = ""
 def _keep_last_error(level: int, text: bytes, _: object) -> None:
     """llama.cpp says why it failed on its log only; the last error line is kept for our message."""
     global _last_error
-    if level == llama_cpp.GGML_LOG_LEVEL_ERROR:
+    if level == ERROR_LEVEL:
         _last_error = text.decode("utf-8", "replace").strip()
 
 
