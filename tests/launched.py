@@ -19,8 +19,7 @@ class Up:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._folder = folder
         self.output_path = folder / "output"
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
-        self.environment["XDG_RUNTIME_DIR"] = str(folder)
+        self.environment = self.environment_for(folder)
         with self.output_path.open("wb") as output:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "deploy.cli", "up", "--port", "0", *arguments],
@@ -32,6 +31,12 @@ class Up:
                 start_new_session=True,
             )
         self._family: set[psutil.Process] = set()
+
+    @staticmethod
+    def environment_for(folder: Path) -> dict[str, str]:
+        """An environment without settings, whose launchers only `tokenmill status` with the same one sees."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
+        return kept | {"XDG_RUNTIME_DIR": str(folder)}
 
     def output(self) -> str:
         """Everything that was printed so far."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from launched import Up, is_alive
+from launched import END_LIMIT_S, Up, is_alive
 from servers import Valkey, wait_until
 
 FAKE = ("--model", "tiny=fake:")
@@ -272,6 +273,24 @@ def test_a_worker_that_does_not_stop_is_killed_after_its_time(start_up: StartUp,
     up.signal(signal.SIGTERM)
     assert up.end() == 0
     assert_nothing_is_left(up, tmp_path)
+
+
+def test_it_serves_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "deploy.cli", "up", *FAKE, "--port", "0"]
+    environment = Up.environment_for(tmp_path)
+    popen = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert popen.stdout is not None
+        assert popen.stdout.readline().startswith("starting Redis")
+        popen.stdout.close()
+        wait_until(lambda: len(psutil.Process(popen.pid).children()) == 3, what="all children")
+        children = psutil.Process(popen.pid).children(recursive=True)
+        popen.send_signal(signal.SIGTERM)
+        assert popen.wait(END_LIMIT_S) == 0
+        assert not [child for child in children if is_alive(child)]
+    finally:
+        popen.kill()
+        popen.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
