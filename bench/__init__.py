@@ -1,0 +1,1 @@
+"""Benchmarks: our processes against the peers, side by side in one run."""

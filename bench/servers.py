@@ -1,0 +1,217 @@
+"""The servers that are measured: how each is started on one model and what it costs while it runs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bench import peers
+
+ROOT = Path(__file__).resolve().parent.parent
+READY_S = 300.0
+SAMPLE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What every server of a run gets: `context` is tokens per slot."""
+
+    slots: int
+    threads: int
+    context: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that can be started: `command` takes a port and a shape."""
+
+    name: str
+    model: str
+    command: Callable[[int, Shape], list[str]]
+    environment: dict[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+
+
+@dataclass(slots=True)
+class Cost:
+    """What the processes of a server used: CPU seconds by process, and their peak memory together."""
+
+    cpu_s: dict[str, float]
+    peak_bytes: int
+
+
+def tokenmill(name: str, model: str, *arguments: str) -> Server:
+    """Ours, with every process as `tokenmill up` starts it."""
+    served, _, _ = model.partition("=")
+
+    def command(port: int, shape: Shape) -> list[str]:
+        return [
+            *(sys.executable, "-m", "deploy.cli", "up", "--model", model, "--port", str(port)),
+            *("--slots", str(shape.slots), "--threads", str(shape.threads), "--ctx", str(shape.context)),
+            *("--log-level", "warning", *arguments),
+        ]
+
+    return Server(name, served, command, ready_path="/ready")
+
+
+def llama_server(gguf: Path) -> Server | None:
+    """llama.cpp's own server, if it is installed."""
+    binary = peers.llama_server()
+    if binary is None:
+        return None
+
+    def command(port: int, shape: Shape) -> list[str]:
+        return [
+            *(str(binary), "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "--no-webui"),
+            *("-t", str(shape.threads), "-np", str(shape.slots), "-c", str(shape.context * shape.slots)),
+        ]
+
+    return Server("llama-server", "smollm2", command, {"LD_LIBRARY_PATH": str(binary.parent)})
+
+
+def llama_cpp_server(gguf: Path) -> Server | None:
+    """llama-cpp-python's server, if it is installed; it runs one request at a time."""
+    python = peers.python_of("llama_cpp.server")
+    if not python.exists():
+        return None
+
+    def command(port: int, shape: Shape) -> list[str]:
+        return [
+            *(str(python), "-m", "llama_cpp.server", "--model", str(gguf), "--model_alias", "smollm2"),
+            *("--host", "127.0.0.1", "--port", str(port), "--n_ctx", str(shape.context)),
+            *("--n_threads", str(shape.threads), "--verbose", "false"),
+            *("--interrupt_requests", "false"),
+        ]
+
+    return Server("llama_cpp.server", "smollm2", command, ready_path="/v1/models")
+
+
+def transformers_serve(folder: Path, *, batching: bool) -> Server | None:
+    """transformers' server, if it is installed, with or without its continuous batching."""
+    binary = peers.python_of("transformers").parent / "transformers"
+    if not binary.exists():
+        return None
+
+    def command(port: int, _: Shape) -> list[str]:
+        extra = ["--continuous-batching"] if batching else []
+        return [
+            *(str(binary), "serve", "--host", "127.0.0.1", "--port", str(port)),
+            *("--device", "cpu", "--dtype", "float32", *extra),
+        ]
+
+    name = "transformers serve, continuous batching" if batching else "transformers serve"
+    return Server(name, str(folder), command, {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"})
+
+
+@contextmanager
+def running(server: Server, shape: Shape) -> Iterator[tuple[str, psutil.Process]]:
+    """Start a server, wait until it answers, and end all of its processes afterwards."""
+    port = _free_port()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            server.command(port, shape),
+            cwd=ROOT,
+            env={**os.environ, **server.environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _answers(url + server.ready_path, process):
+                output.seek(0)
+                raise RuntimeError(f"{server.name} did not start: {output.read()[-2000:].decode(errors='replace')}")
+            yield url, psutil.Process(process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def metered(root: psutil.Process) -> Iterator[Cost]:
+    """Measure what a process and all below it use while this is open."""
+    cost = Cost({}, 0)
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(SAMPLE_S):
+            cost.peak_bytes = max(cost.peak_bytes, sum(map(_memory, _tree(root))))
+
+    before = {process.pid: _cpu_s(process) for process in _tree(root)}
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield cost
+    finally:
+        stop.set()
+        sampler.join()
+        for process in _tree(root):
+            name = _title(process)
+            cost.cpu_s[name] = cost.cpu_s.get(name, 0.0) + _cpu_s(process) - before.get(process.pid, 0.0)
+
+
+def _tree(root: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _memory(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss) if hasattr(process.memory_full_info(), "pss") else 0
+    except psutil.Error:
+        return 0
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        words = " ".join(process.cmdline()).split()
+    except psutil.Error:
+        return "ended"
+    line = " ".join(words)
+    for title in ("tokenmill api", "tokenmill worker", "tokenmill up"):
+        if title in line:
+            return title.removeprefix("tokenmill ")
+    return "redis" if "valkey" in line or "redis" in line else "server"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str, process: "subprocess.Popen[bytes]") -> bool:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                if response.status == 200:
+                    return True
+        except (OSError, urllib.error.URLError):
+            pass
+        time.sleep(0.2)
+    return False
