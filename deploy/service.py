@@ -10,7 +10,6 @@ from shared.errors import StartupError
 MOST_DEATHS = 5
 DEATHS_WITHIN_S = 60.0
 FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 8.0
 
 
 class Startable(Protocol):
@@ -98,7 +97,7 @@ class Service:
             raise StartupError(
                 f"{self.title} {child.end()}, the {MOST_DEATHS}th time within {DEATHS_WITHIN_S:g} s; giving up"
             )
-        self.backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1))
+        self.backoff_s = FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1)
         self._start_at = now + self.backoff_s
         self.ready = False
         self.child = None
