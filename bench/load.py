@@ -39,6 +39,7 @@ class LoadResult:
     gap_p50: float
     gap_p99: float
     tokens: int
+    events: int
     wall_s: float
 
 
@@ -128,6 +129,7 @@ def measure(url: str, model: str, *, clients: int, requests: int, max_tokens: in
         gap_p50=quantile(gaps, 0.5),
         gap_p99=quantile(gaps, 0.99),
         tokens=tokens,
+        events=sum(len(answer.gaps) + 1 for answer in answers),
         wall_s=wall,
     )
 
