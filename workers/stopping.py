@@ -6,7 +6,9 @@ from collections.abc import Sequence
 class StopMatcher:
     """Lets text through up to the first stop string.
 
-    What could still turn out to be the beginning of one is held back.
+    The first is the one that is complete first, and the longest of those that end together: so the
+    cut does not depend on the pieces in which the text comes. What could still turn out to be the
+    beginning of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,10 +21,11 @@ class StopMatcher:
         if not self._stops or self.stopped:
             return "" if self.stopped else text
         self._held += text
-        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [(index + len(stop), index) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            out, self._held = self._held[: min(found)], ""
+            _, start = min(found)
+            out, self._held = self._held[:start], ""
             return out
         keep = max(self._overlap(stop) for stop in self._stops)
         out = self._held[: len(self._held) - keep]

@@ -111,9 +111,20 @@ class Scheduler:
             sequence.computed = self._slots[work.slot].held = work.start + len(work.tokens)
 
     def fail(self, scheduled: ScheduledStep) -> None:
-        """The step failed: nothing can be said of its slots any more."""
-        for work in scheduled.step.work:
-            self._slots[work.slot].held = 0
+        """The step failed: nothing can be said of its slots any more.
+
+        The caller removes the sequences of the step's work. What had got a slot in this step without
+        work for it waits again: its start may not have happened.
+        """
+        at_work = {work.slot for work in scheduled.step.work}
+        started = {start.slot for start in scheduled.step.starts}
+        for slot in at_work | started:
+            self._slots[slot].held = 0
+        again = [sequence for sequence in self._running if sequence.slot in started - at_work]
+        for sequence in again:
+            self.remove(sequence)
+            sequence.computed = sequence.cached = 0
+        self._waiting.extendleft(reversed(again))
 
     def _plan(self, scheduled: ScheduledStep, sequence: Sequence, count: int) -> None:
         assert sequence.slot is not None
