@@ -84,9 +84,9 @@ def test_a_bad_variable_is_one_line_that_names_flag_and_variable(
 
 
 def test_a_flag_wins_over_its_variable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENMILL_SLOTS", "1000")
-    assert main(["worker", "--slots", "2000"]) == 2
-    assert "2000 is above 256" in capsys.readouterr().err
+    monkeypatch.setenv("TOKENMILL_SLOTS", "1")
+    assert main(["worker", "--slots", "0"]) == 2
+    assert "0 is below 1" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
