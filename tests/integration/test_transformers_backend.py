@@ -15,6 +15,8 @@ import torch
 from models import smollm2_folder
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -23,6 +25,10 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from shared.errors import ModelLoadError
@@ -335,6 +341,28 @@ def test_attention_that_is_not_plain_runs_one_at_a_time(tmp_path: Path, caplog: 
     assert answer(backend, 0, tokens, 8) == generated(model, tokens, 8)
 
 
+def unbatched(model: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """Why the model runs one sequence at a time, having seen that it does and answers as it should."""
+    backend = open_model(save_small(model, folder))
+    assert (backend.description.slots, backend.description.state_kind) == (1, StateKind.RECURRENT)
+    tokens = prompt(backend, QUESTIONS[0])
+    assert answer(backend, 0, tokens, 6) == generated(model.eval(), tokens, 6)
+    return caplog.text
+
+
+def test_a_model_that_comes_out_different_runs_one_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Its positions are in the attention scores, of which it asks nobody else.
+    config = BloomConfig(vocab_size=49_152, hidden_size=32, n_layer=2, n_head=4, eos_token_id=2, pad_token_id=2)
+    assert "logits came out different" in unbatched(BloomForCausalLM(config), tmp_path, caplog)
+
+
+def test_a_model_that_keeps_arguments_to_itself_runs_one_at_a_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = StableLmForCausalLM(StableLmConfig(**SMALL))
+    assert "does not pass" in unbatched(model, tmp_path, caplog)
+
+
 def test_a_rotary_embedding_that_depends_on_the_longest_runs_batched_only_below_its_switch(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
@@ -398,6 +426,12 @@ def test_weights_that_are_not_all_there_are_refused(small: Path) -> None:
     config = LlamaConfig(**(SMALL | {"num_hidden_layers": 5}))
     config.save_pretrained(small)
     assert "lack" in refusal(small)
+
+
+def test_a_model_that_cannot_go_on_from_its_state_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 49_152, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
+    model = RwkvForCausalLM(RwkvConfig(**sizes, context_length=128, eos_token_id=2))
+    assert "no cache" in refusal(save_small(model, tmp_path))
 
 
 def test_an_unknown_architecture_is_refused(small: Path) -> None:

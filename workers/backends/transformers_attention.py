@@ -268,7 +268,9 @@ def attention(
             raise UnsupportedAttentionError(f"its attention uses {name}")
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedAttentionError("its attention is not plainly causal")
-    batch: RaggedBatch = arguments[BATCH_ARGUMENT]
+    batch: RaggedBatch | None = arguments.get(BATCH_ARGUMENT)
+    if batch is None:
+        raise UnsupportedAttentionError("it does not pass a forward's arguments on to its attention")
     return batch.attend(int(module.layer_idx), query, key, value, scaling, sliding_window), None
 
 

@@ -70,7 +70,7 @@ class Probe:
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise error.__cause__ from error
             raise NotBatchableError(str(error)) from error
-        except (UnsupportedAttentionError, TypeError, AttributeError, KeyError) as error:
+        except (UnsupportedAttentionError, TypeError, AttributeError) as error:
             raise NotBatchableError(str(error)) from error
         layers = self._model.config.get_text_config().num_hidden_layers
         if backend.cached_layers != layers:

@@ -89,7 +89,9 @@ class SequentialBackend:
             use_cache=True,
             logits_to_keep=1,
         )
-        self._state = output.cache
+        self._state = getattr(output, "cache", None)
+        if self._state is None:
+            raise ValueError("the model returns no cache to go on from")
         logits: torch.Tensor = output.logits
         return logits
 
