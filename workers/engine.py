@@ -59,15 +59,21 @@ class Engine:
         return self._in_flight
 
     def submit(self, attempt: Attempt) -> None:
-        """Start an attempt at the next step."""
+        """Start an attempt at the next step, unless it was cancelled before it came this far."""
         with self._changed:
+            if attempt.is_cancelled:
+                return
             self._submitted.append(attempt)
             self._in_flight += len(attempt.answers)
             self._changed.notify_all()
 
     def cancel(self, attempt: Attempt) -> None:
-        """Drop what is left of an attempt, without a further event; one that has ended is fine."""
+        """Drop what is left of an attempt, without a further event.
+
+        One that has ended is fine, and so is one whose prompt is still being prepared.
+        """
         with self._changed:
+            attempt.is_cancelled = True
             self._cancelled.append(attempt)
             self._changed.notify_all()
 
@@ -161,8 +167,9 @@ class Engine:
 
     def _fail(self, attempts: Iterable[Attempt], code: ErrorCode, message: str) -> None:
         for attempt in list(attempts):
-            self._drop(attempt)
+            # First the event: once nothing is in flight, a draining worker stops what sends it.
             self._emit([(attempt, [Failed(code.value, message)])])
+            self._drop(attempt)
 
     def _drop(self, attempt: Attempt) -> None:
         """Forget an attempt and free its slots."""

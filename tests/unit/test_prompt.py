@@ -1,0 +1,162 @@
+"""Prompts to tokens: templates, and what text from users never becomes."""
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
+from shared.errors import ErrorCode, ModelLoadError, RequestError
+from workers.detokenise import ByteDetokeniser, Detokeniser
+from workers.prompt import PromptEncoder
+
+SPECIALS = {"<s>": 1000, "<|im_start|>": 1001, "<|im_end|>": 1002, "<|im|>": 1003}
+VOCABULARY = 2000
+
+
+class CharTokenizer:
+    """One token per character, and the special ones."""
+
+    special_texts: ClassVar[dict[str, str]] = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    special_tokens: Sequence[str] = tuple(SPECIALS)
+
+    def __init__(self, template: str | None = None, bos: int | None = None) -> None:
+        self.chat_template = template
+        self.bos_token = bos
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        if not special:
+            return [ord(char) % 1000 for char in text]
+        tokens = []
+        for piece in re.split(f"({'|'.join(map(re.escape, SPECIALS))})", text):
+            tokens += [SPECIALS[piece]] if piece in SPECIALS else [ord(char) % 1000 for char in piece]
+        return tokens
+
+    def is_end(self, token: int) -> bool:
+        return token == SPECIALS["<|im_end|>"]
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode()
+
+    def detokeniser(self, prompt: Sequence[int]) -> Detokeniser:  # noqa: ARG002
+        return ByteDetokeniser(self.token_bytes)
+
+
+def chat(*contents: str, role: str = "user") -> ChatPrompt:
+    return ChatPrompt(tuple(ChatMessage(role=role, content=content) for content in contents))
+
+
+def encode_chat(prompt: ChatPrompt, template: str | None = None, bos: int | None = None) -> list[int]:
+    return PromptEncoder(CharTokenizer(template, bos)).encode(prompt, vocabulary=VOCABULARY)
+
+
+def plain(text: str) -> list[int]:
+    return CharTokenizer().encode(text, special=False)
+
+
+CONTENT = st.lists(st.sampled_from([*SPECIALS, "<|im_", "start|>", "a", "\n", "\ue000", "\ue001", ":0", "🙂"])).map(
+    "".join
+)
+
+
+@given(CONTENT)
+def test_text_in_a_message_never_becomes_a_special_token(content: str) -> None:
+    tokens = encode_chat(chat(content))
+
+    start, end = SPECIALS["<|im_start|>"], SPECIALS["<|im_end|>"]
+    expected = [start, *plain("user\n"), *plain(content), end, *plain("\n"), start, *plain("assistant\n")]
+    assert tokens == expected
+
+
+@given(CONTENT)
+def test_neither_does_a_message_s_name(name: str) -> None:
+    prompt = ChatPrompt((ChatMessage(role="user", content="x", name=name),))
+
+    tokens = encode_chat(prompt, "{% for m in messages %}{{ m.name }}:{{ m.content }}{% endfor %}")
+
+    assert tokens == plain(f"{name}:x")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ bos_token }}{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"],
+)
+@pytest.mark.parametrize("content", ["hi", "<s>hi"])
+def test_a_prompt_has_exactly_one_bos_if_the_model_wants_one(template: str, content: str) -> None:
+    assert encode_chat(chat(content), template, bos=1000) == [1000, *plain(content)]
+
+
+def test_a_raw_prompt_has_exactly_one_bos_too() -> None:
+    encoder = PromptEncoder(CharTokenizer(bos=1000))
+
+    assert encoder.encode(TextPrompt("hi"), vocabulary=VOCABULARY) == [1000, *plain("hi")]
+    assert encoder.encode(TextPrompt("<s><s>hi"), vocabulary=VOCABULARY) == [1000, *plain("hi")]
+
+
+def test_a_prompt_of_tokens_is_taken_as_it_is() -> None:
+    encoder = PromptEncoder(CharTokenizer(bos=1000))
+
+    assert encoder.encode(TokenPrompt((5, 1001, VOCABULARY - 1)), vocabulary=VOCABULARY) == [5, 1001, VOCABULARY - 1]
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        PromptEncoder(CharTokenizer()).encode(TokenPrompt((1, token)), vocabulary=VOCABULARY)
+
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "prompt")
+    assert str(token) in caught.value.message
+
+
+@pytest.mark.parametrize("prompt", [TextPrompt(""), TokenPrompt(())])
+def test_a_prompt_without_tokens_is_refused(prompt: TextPrompt | TokenPrompt) -> None:
+    with pytest.raises(RequestError) as caught:
+        PromptEncoder(CharTokenizer()).encode(prompt, vocabulary=VOCABULARY)
+
+    assert caught.value.param == "prompt"
+
+
+def test_a_model_with_a_bos_continues_an_empty_prompt() -> None:
+    assert PromptEncoder(CharTokenizer(bos=1000)).encode(TextPrompt(""), vocabulary=VOCABULARY) == [1000]
+
+
+def test_the_developer_role_is_the_system_role() -> None:
+    assert encode_chat(chat("x", role="developer"), "{{ messages[0].role }}") == plain("system")
+
+
+def test_a_template_has_the_usual_names() -> None:
+    template = (
+        "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m | tojson }}{% endfor %}"
+        "{{ eos_token }}{% if strftime_now('%Y')|length == 4 %}!{% endif %}"
+    )
+
+    assert encode_chat(chat("a", "é"), template) == [
+        *plain('{"role": "user", "content": "é"}'),
+        SPECIALS["<|im_end|>"],
+        *plain("!"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "has no attribute"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_a_template_that_fails_is_the_request_s_error_and_breaks_out_of_nothing(template: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        encode_chat(chat("x"), template)
+
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "messages")
+
+
+def test_a_template_that_is_no_template_is_found_at_load() -> None:
+    with pytest.raises(ModelLoadError, match="chat template"):
+        PromptEncoder(CharTokenizer("{% for %}"))
