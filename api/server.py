@@ -9,10 +9,13 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.glogging import Logger
+from gunicorn.http.errors import LimitRequestHeaders, LimitRequestLine, ParseException, UnsupportedTransferCoding
 from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 from setproctitle import setproctitle
@@ -26,6 +29,13 @@ if TYPE_CHECKING:
 
 CLIENT_TIMEOUT_S = 60.0
 """How long a client may neither take what is sent to it nor send the rest of its request."""
+
+UNREADABLE = {
+    LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
+    LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    UnsupportedTransferCoding: HTTPStatus.NOT_IMPLEMENTED,
+}
+"""Requests that gunicorn refuses before the app sees them; all others are a 400."""
 
 KEEP_ALIVE_S = 15
 BACKLOG = 2048
@@ -74,6 +84,21 @@ class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         AsyncWorker.handle(self, listener, client, addr)
+
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        """Answer what is not even HTTP in the shape of every other error."""
+        if not isinstance(exc, ParseException):
+            super().handle_error(req, client, addr, exc)
+            return
+        import msgspec
+
+        from api.schemas.error import error_body
+
+        status = next((status for kind, status in UNREADABLE.items() if isinstance(exc, kind)), HTTPStatus.BAD_REQUEST)
+        body = msgspec.json.encode(error_body(status.description or status.phrase, "invalid_request_error"))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        with suppress(OSError):
+            client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """SIGTERM: gunicorn closes the listener and waits for the connections."""

@@ -42,7 +42,8 @@ class Mailbox:
     def __init__(self, leave: "Callable[[Mailbox], None]", *, limit: int = MAILBOX_LIMIT) -> None:
         self._leave = leave
         self._limit = limit
-        self._arrived = threading.Condition()
+        # A plain lock: nothing here locks twice, and gevent's reentrant one costs as much as the rest.
+        self._arrived = threading.Condition(threading.Lock())
         self._messages: list[bytes] = []
         self._gap = False
 
@@ -198,6 +199,8 @@ class Subscriber:
 
     def _connect(self) -> None:
         self._connection.connect()
+        # redis-py's own handler makes a text of every message, for a log that nobody reads.
+        self._connection._parser.set_pubsub_push_handler(lambda message: message)
         with self._lock:
             self._unanswered.clear()
             self._up = True

@@ -4,6 +4,7 @@ import time
 
 import msgspec
 from flask import Blueprint, Response, g, request
+from werkzeug.exceptions import RequestEntityTooLarge
 
 from api import respond, sse
 from api.disconnect import ClientConnection
@@ -25,6 +26,7 @@ SHAPE_ATTRIBUTE = "answer"
 """Under which name an answer's shape is kept beside its request."""
 
 NO_ONE_WAITS = 499
+MAX_BODY_BYTES = 10 * 1024 * 1024
 
 
 def answer_of(shape: AnswerShape) -> Answer:
@@ -40,17 +42,24 @@ def generation_routes(services: Services) -> Blueprint:
 
     @routes.post("/v1/chat/completions")
     def create_chat_completion() -> Response:
-        body = parse(request.get_data(), chat.ChatCompletionRequest, no_op=chat.NO_OP)
+        body = parse(_body(), chat.ChatCompletionRequest, no_op=chat.NO_OP)
         return _answer(services, translate_chat.ENDPOINT, body, translate_chat.generation_request(body, g.id))
 
     @routes.post("/v1/completions")
     def create_completion() -> Response:
-        body = parse(request.get_data(), completions.CompletionRequest, no_op=completions.NO_OP)
+        body = parse(_body(), completions.CompletionRequest, no_op=completions.NO_OP)
         return _answer(
             services, translate_completions.ENDPOINT, body, translate_completions.generation_request(body, g.id)
         )
 
     return routes
+
+
+def _body() -> bytes:
+    raw = request.get_data()
+    if len(raw) > MAX_BODY_BYTES:
+        raise RequestEntityTooLarge
+    return raw
 
 
 def _answer(services: Services, endpoint: str, body: GenerationFields, generation: GenerationRequest) -> Response:

@@ -1,6 +1,9 @@
 """Answers of the real server, judged with the official client."""
 
+import json
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -330,6 +333,45 @@ def test_every_refusal_has_openai_s_error_shape(front_end: FrontEnd, method: str
     assert answer.status_code == status
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"H%d: x\r\n" % n for n in range(200)) + b"\r\n", 431),
+    ],
+    ids=["no request", "bad length", "too many headers"],
+)
+def test_what_is_no_http_is_answered_in_the_same_shape(front_end: FrontEnd, raw: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", front_end.port), timeout=5) as connection:
+        connection.sendall(raw)
+        head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+
+    assert int(head.split()[1]) == status
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_in_chunks_of_unknown_length_is_read_and_limited_all_the_same(
+    front_end: FrontEnd, start_worker: StartWorker
+) -> None:
+    start_worker(say_words("ok"))
+    url = f"{front_end.url}/v1/chat/completions"
+    raw = json.dumps(CHAT).encode()
+
+    assert httpx.post(url, content=iter([raw[:10], raw[10:]])).status_code == 200
+    assert httpx.post(url, content=(b" " * 2**20 for _ in range(11))).status_code == 413
+
+
+def test_several_processes_share_the_port(start_front_end: Callable[..., FrontEnd], start_worker: StartWorker) -> None:
+    front_end = start_front_end(api_processes=2)
+    start_worker(say_words("ok"))
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: httpx.post(f"{front_end.url}/v1/chat/completions", json=CHAT), range(16)))
+
+    assert [answer.status_code for answer in answers] == [200] * 16
 
 
 def test_a_body_that_is_too_large_is_a_413_and_the_server_lives(front_end: FrontEnd) -> None:

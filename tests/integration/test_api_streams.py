@@ -241,7 +241,7 @@ def test_a_client_that_leaves_is_noticed_within_two_seconds(
     if running:
         wait_until(lambda: worker.fenced == [id], limit_s=2, what="the worker's notice")
     else:
-        assert client.llen("rq:queue:scripted.interactive") == 0
+        wait_until(lambda: client.llen("rq:queue:scripted.interactive") == 0, limit_s=2, what="the job's withdrawal")
 
 
 def test_a_background_request_goes_on_when_its_client_leaves(
