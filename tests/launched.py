@@ -1,7 +1,6 @@
 """`tokenmill up` as a real process, for tests."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,11 +88,14 @@ class Up:
         return [process for process in self._family if is_alive(process)]
 
     def clean(self) -> None:
-        """End whatever a failed test left running."""
+        """End whatever the test left running; in order if that is still possible."""
         self.family()
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGKILL)
+        self.popen.terminate()
+        try:
             self.popen.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
         for process in self.survivors():
             process.kill()
 
