@@ -1,7 +1,6 @@
 """The transformers backend on a real model: what it computes is what the model itself computes."""
 
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from models import smollm2_folder
+from models import SMALL, open_model, save_small, smollm2_folder
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -25,16 +24,12 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
 
-from shared.errors import ModelLoadError
 from shared.fleet import StateKind
 from workers.backends.protocol import Backend, SlotWork, StepError
-from workers.backends.transformers import load
 from workers.backends.transformers_batched import BatchedBackend
 
 pytestmark = pytest.mark.torch
@@ -45,11 +40,6 @@ QUESTIONS = (
     "Hi",
     "Write a short poem about rain.",
 )
-
-
-def open_model(folder: Path, **options: Any) -> Backend:
-    settings: dict[str, Any] = {"slots": 4, "context": 512, "device": "cpu", "dtype": "auto", "threads": 0}
-    return load(folder, **(settings | options))
 
 
 @pytest.fixture(scope="module")
@@ -253,33 +243,6 @@ def test_gathered_and_viewed_attention_decode_the_same(backend: Backend, plain: 
         assert answers[1] == generated(plain, tokens[:9], 8)
 
 
-def save_small(model: Any, folder: Path) -> Path:
-    """A randomly initialised model as a folder, with SmolLM2's tokenizer."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            # Far enough from zero that a mistake in what a token sees shows in the logits.
-            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(smollm2_folder() / name, folder)
-    return folder
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 49_152,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
-
-
 @pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": 49_152, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
@@ -382,68 +345,3 @@ def test_bfloat16_runs_batched(tmp_path: Path) -> None:
     backend = open_model(folder, dtype="bfloat16")
     assert backend.description.slots == 4
     assert prefill(backend, 0, [1, 2, 3]).dtype == np.float32
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return save_small(LlamaForCausalLM(LlamaConfig(**SMALL)), tmp_path / "small")
-
-
-@pytest.mark.parametrize(("wanted", "found"), [(0, 128), (100_000, 128), (77, 77)])
-def test_the_context_is_never_longer_than_the_model_was_trained_for(small: Path, wanted: int, found: int) -> None:
-    assert open_model(small, context=wanted).description.context == found
-
-
-def refusal(folder: Path, **options: Any) -> str:
-    with pytest.raises(ModelLoadError) as caught:
-        open_model(folder, **options)
-    (line,) = str(caught.value).splitlines()
-    return line
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    assert str(tmp_path / "nowhere") in refusal(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [("config.json", "no config.json"), ("model.safetensors", "no .safetensors"), ("tokenizer.json", "tokenizer")],
-)
-def test_a_missing_file_is_named(small: Path, file: str, said: str) -> None:
-    (small / file).unlink()
-    line = refusal(small)
-    assert said in line
-    assert str(small) in line
-
-
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_broken_file_is_one_line(small: Path, file: str) -> None:
-    (small / file).write_bytes(b"\x10\x00\x00\x00{ not what it should be")
-    assert str(small) in refusal(small)
-
-
-def test_weights_that_are_not_all_there_are_refused(small: Path) -> None:
-    config = LlamaConfig(**(SMALL | {"num_hidden_layers": 5}))
-    config.save_pretrained(small)
-    assert "lack" in refusal(small)
-
-
-def test_a_model_that_cannot_go_on_from_its_state_is_refused(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 49_152, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
-    model = RwkvForCausalLM(RwkvConfig(**sizes, context_length=128, eos_token_id=2))
-    assert "no cache" in refusal(save_small(model, tmp_path))
-
-
-def test_an_unknown_architecture_is_refused(small: Path) -> None:
-    (small / "config.json").write_text('{"model_type": "perpetuum_mobile"}')
-    assert "perpetuum_mobile" in refusal(small)
-
-
-def test_a_device_that_is_not_there_is_refused(small: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    assert "TOKENMILL_DEVICE" in refusal(small, device="cuda")
-
-
-def test_a_context_must_be_given_for_a_model_that_does_not_say_its_own(mamba: Path) -> None:
-    assert "TOKENMILL_CTX" in refusal(mamba, context=0)
