@@ -138,7 +138,9 @@ class Launcher:
         count = self._plan.workers_per_model
         for model in self._plan.models:
             value = f"{model.name}={model.location}"
-            settings = dataclasses.replace(self._plan.worker, redis=self._redis_url, model=value)
+            settings = dataclasses.replace(
+                self._plan.worker, redis=self._redis_url, model=value, threads=self._threads_each()
+            )
             self._say(f"loading model {model.name} ({model.location})")
             for number in range(1, count + 1):
                 title = f"worker {model.name}" + (f" ({number} of {count})" if count > 1 else "")
@@ -152,6 +154,11 @@ class Launcher:
             _starter("api", dataclasses.replace(self._plan.api, redis=self._redis_url)),
             lambda _: all(worker.ready for worker in self._workers) and front_end_is_ready(self._url),
         )
+
+    def _threads_each(self) -> int:
+        """What was asked for, or an equal share of the cores: threads beyond those only wait for each other."""
+        workers = len(self._plan.models) * self._plan.workers_per_model
+        return self._plan.worker.threads or max(1, (os.cpu_count() or 1) // workers)
 
     def _services(self) -> list[Service]:
         return [service for service in (self._store, *self._workers, self._front_end) if service is not None]

@@ -61,7 +61,9 @@ class WorkerSettings:
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "number format of a transformers model", choices=("auto", "float32", "bfloat16"))
     slots: int = setting(8, "sequences that run at once", at_least=1, at_most=1024)
-    threads: int = setting(0, "threads for the model; 0: one per core", at_least=0, at_most=512)
+    threads: int = setting(
+        0, "threads for the model; 0: one per core, shared equally by the workers of `up`", at_least=0, at_most=512
+    )
     ctx: int = setting(4096, "most tokens of a prompt with its answer; 0: what the model was trained for", at_least=0)
     prefill_chunk: int = setting(
         128, "most prompt tokens computed in one step while other answers are running", at_least=1, at_most=8192
