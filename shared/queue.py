@@ -15,6 +15,7 @@ from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.job import Job
 from rq.registry import CanceledJobRegistry
 from rq.serializers import JSONSerializer
+from rq.utils import decode_redis_hash
 
 from shared import keys
 from shared.codec import encode_event, request_to_payload
@@ -28,6 +29,12 @@ JOB_LABEL = "tokenmill.generate"
 ATTRIBUTE_PREFIX = "attribute:"
 """Sets the front end's own fields in a request's hash apart; as in `submit.lua`."""
 
+JOB_FIELDS = frozenset(
+    {"data", "origin", "description", "status", "timeout", "ttl", "result_ttl", "failure_ttl"}
+    | {"created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat", "worker_name"}
+)
+"""What is read of an RQ job."""
+
 RESULT_TTL_S = 600
 FAILURE_TTL_S = 24 * 3600
 
@@ -38,16 +45,21 @@ CANCEL_COMMAND = "tokenmill-cancel"
 class DataJob(Job):
     """An RQ job of which nothing is ever called, imported or fetched.
 
-    A hostile writer to Redis can put callbacks and webhooks beside the payload; they are gone
-    after reading.
+    A hostile writer to Redis can put callbacks, webhooks and whatnot beside the payload; only the
+    fields that we write ourselves are read. A job whose fields make no sense has no payload.
     """
 
     def restore(self, raw_data: Any) -> None:
-        super().restore(raw_data)
-        self._success_callback_name = None
-        self._failure_callback_name = None
-        self._stopped_callback_name = None
-        self.webhooks = []
+        fields = {name: value for name, value in decode_redis_hash(raw_data).items() if name in JOB_FIELDS}
+        try:
+            super().restore(fields)
+        except NoSuchJobError:
+            raise
+        except Exception:
+            # Each field has its own way of being wrong.
+            super().restore({"data": b"", "origin": fields.get("origin")})
+        # RQ asks for the name to log it; what the job says is left alone.
+        self._func_name = JOB_LABEL
 
     def perform(self) -> NoReturn:
         raise InvalidJobOperation("a Tokenmill job is data and cannot be performed")

@@ -8,6 +8,7 @@ under a lock that expires by itself.
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from rq import Queue
@@ -26,6 +27,8 @@ from shared.store import as_text, script
 INTERVAL_S = 2.0
 UNCLAIMED_AFTER_S = 10.0
 """A job that lies this long between queue and claim was taken by a worker that died right then."""
+
+JOB_KEY_PREFIX = DataJob.redis_job_namespace_prefix.encode()
 
 logger = logging.getLogger("tokenmill.reaper")
 
@@ -46,7 +49,7 @@ class Reaper:
         self._name = name
         self._monotonic = monotonic
         self._rescue = script(client, "rescue")
-        self._unclaimed_since: dict[tuple[str, str], float] = {}
+        self._unclaimed_since: dict[tuple[str, bytes], float] = {}
 
     def run_once(self) -> None:
         """Reap, unless another process did so within the interval."""
@@ -98,17 +101,17 @@ class Reaper:
     def _rescue_unclaimed(self) -> None:
         """Put back jobs that lie in RQ's intermediate queues for too long."""
         now = self._monotonic()
-        seen: dict[tuple[str, str], float] = {}
+        seen: dict[tuple[str, bytes], float] = {}
         for name in self._queue_names():
             queue = Queue(name, connection=self._client, job_class=DataJob, serializer=JSONSerializer)
             between = IntermediateQueue.get_intermediate_queue_key(queue.key)
-            for raw in self._client.lrange(between, 0, -1):
-                job_id = as_text(raw)
+            job_ids: Any = self._client.lrange(between, 0, -1)
+            for job_id in job_ids:
                 since = self._unclaimed_since.get((between, job_id), now)
                 if now - since < UNCLAIMED_AFTER_S:
                     seen[(between, job_id)] = since
-                elif self._rescue(keys=[between, queue.key], args=[job_id]):
-                    logger.warning("job %s was taken and never claimed: queued again", job_id)
+                elif self._rescue(keys=[between, queue.key, JOB_KEY_PREFIX + job_id], args=[job_id]):
+                    logger.warning("job %r was taken and never claimed: queued again", job_id)
         self._unclaimed_since = seen
 
     def _queue_names(self) -> list[str]:

@@ -32,16 +32,20 @@ class Outcome(Enum):
 
 
 Ended = Callable[[Attempt, Outcome, Failed | None], None]
-"""Called on the publisher's thread, once per attempt, after its last entry was written."""
+"""Called once per attempt: after its last entry was written, or by whoever drops it."""
 
 
 class _Outbox:
-    """What one attempt has not sent yet, and the number of its next entry."""
+    """What one attempt has not sent yet, and the number of its next entry.
+
+    `is_closed` once its terminal event was put: whatever comes after that is too late.
+    """
 
     def __init__(self, attempt: Attempt, batcher: ChunkBatcher) -> None:
         self.attempt = attempt
         self.batcher = batcher
         self.next_seq = 1
+        self.is_closed = False
 
 
 class Publisher:
@@ -72,21 +76,23 @@ class Publisher:
             self._outboxes[attempt] = _Outbox(attempt, batcher)
 
     def put(self, emitted: Iterable[tuple[Attempt, list[Event]]]) -> None:
-        """Take events. Those of an attempt that is not (or no longer) open are dropped."""
+        """Take events. Those of an attempt that is not (or no longer) open are dropped.
+
+        Of two terminal events the first counts: a draining worker may give up an answer in the very
+        moment in which the engine ends it.
+        """
         now = self._monotonic()
         with self._changed:
             for attempt, events in emitted:
                 outbox = self._outboxes.get(attempt)
-                if outbox is not None and events:
+                if outbox is not None and events and not outbox.is_closed:
                     outbox.batcher.add(events, now)
+                    outbox.is_closed = is_terminal(events[-1])
             self._changed.notify()
 
     def drop(self, attempt: Attempt) -> None:
         """Send nothing more of this attempt and report it as fenced."""
-        with self._changed:
-            dropped = self._outboxes.pop(attempt, None)
-        if dropped is not None:
-            self._ended(attempt, Outcome.FENCED, None)
+        self._close(attempt, Outcome.FENCED, None)
 
     def attempts(self) -> list[Attempt]:
         """The attempts that are open."""
@@ -131,10 +137,15 @@ class Publisher:
             box.next_seq += len(events)
             last = events[-1]
             if is_terminal(last):
-                with self._changed:
-                    self._outboxes.pop(box.attempt, None)
                 failure = last if isinstance(last, Failed) else None
-                self._ended(box.attempt, Outcome.FAILED if failure else Outcome.DONE, failure)
+                self._close(box.attempt, Outcome.FAILED if failure else Outcome.DONE, failure)
+
+    def _close(self, attempt: Attempt, outcome: Outcome, failure: Failed | None) -> None:
+        """Report the end of an attempt, if nobody has."""
+        with self._changed:
+            closed = self._outboxes.pop(attempt, None)
+        if closed is not None:
+            self._ended(attempt, outcome, failure)
 
     def _append_with_patience(self, batch: list[Append]) -> list[bool]:
         """Write the batch, however long Redis is away. The explicit ids make repeating it harmless."""
