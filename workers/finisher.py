@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from rq import Queue
+from rq.exceptions import InvalidJobOperation
 from rq.executions import Execution
 from rq.job import JobStatus
 from rq.worker.base import BaseWorker
@@ -59,14 +60,14 @@ class Finisher:
         """A job that never became an attempt is finished soon."""
         self._ended.put((running, Outcome.FAILED, failure))
 
-    def discard(self, running: RunningJob, *, keep_job: bool) -> None:
+    def discard(self, running: RunningJob, *, is_running: bool) -> None:
         """Drop a job that is not to be run here from RQ's intermediate queue.
 
-        Unless `keep_job` says that another worker runs it, it has been ended by someone who could
-        not take it off the queue any more.
+        Its request runs elsewhere or has ended. If RQ says that it never started, it was ended by
+        someone who could not take it off the queue; else whoever runs or ran it keeps RQ's record.
         """
         self.worker.connection.lrem(running.queue.intermediate_queue_key, 1, running.job.id)
-        if not keep_job:
+        if _status(running.job) == JobStatus.QUEUED and not is_running:
             mark_cancelled(running.job)
 
     def stop(self) -> None:
@@ -126,5 +127,13 @@ class Finisher:
         with worker.connection.pipeline() as pipeline:
             worker.cleanup_execution(job, pipeline, running.execution)
             pipeline.execute()
-        if job.get_status(refresh=True) == JobStatus.STARTED and job.worker_name == worker.name:
+        if _status(job) == JobStatus.STARTED and job.worker_name == worker.name:
             mark_cancelled(job)
+
+
+def _status(job: DataJob) -> JobStatus | None:
+    """What RQ's record says now; None when the record is gone."""
+    try:
+        return job.get_status(refresh=True)
+    except InvalidJobOperation:
+        return None

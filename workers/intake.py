@@ -7,6 +7,7 @@ thread, so one worker has as many jobs in progress as it has room for.
 
 import contextlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from workers.publisher import Publisher
 IDLE_WAIT_S = 1
 RQ_HEARTBEAT_S = 5.0
 RECONNECT_S = 0.5
+JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
+"""What RQ accepts as one."""
 
 logger = logging.getLogger("tokenmill.worker")
 
@@ -104,7 +107,7 @@ class Intake(BaseWorker):
                 self.heartbeat()
                 self._show_state()
                 if self.should_run_maintenance_tasks:
-                    self.run_maintenance_tasks()  # type: ignore[no-untyped-call]
+                    self.run_maintenance_tasks()
                 if self._engine.wait_for_room(IDLE_WAIT_S) and (taken := self._take()) is not None:
                     return taken
         return None
@@ -120,13 +123,27 @@ class Intake(BaseWorker):
         for queue, timeout in ((interactive, None), (background, None), (interactive, IDLE_WAIT_S)):
             if self._stop_requested:
                 break
-            with contextlib.suppress(DequeueTimeout):
+            try:
                 taken = self.queue_class.dequeue_any(
                     [queue], timeout, connection=self.connection, job_class=self.job_class, serializer=self.serializer
                 )
-                if taken is not None:
-                    return taken
+            except DequeueTimeout:
+                continue
+            except ValueError:
+                self._drop_strays(queue)
+                continue
+            if taken is not None:
+                return taken
         return None
+
+    def _drop_strays(self, queue: Queue) -> None:
+        """Take out of the intermediate queue what somebody put on the queue and is no job's id."""
+        between = queue.intermediate_queue_key
+        entries: Any = self.connection.lrange(between, 0, -1)
+        for raw in entries:
+            if not JOB_ID.fullmatch(raw):
+                logger.warning("an entry of queue %s is no job's id: dropped", queue.name)
+                self.connection.lrem(between, 1, raw)
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:
@@ -143,7 +160,12 @@ class Intake(BaseWorker):
         if pipeline is None and now - self._last_rq_heartbeat < RQ_HEARTBEAT_S:
             return
         self._last_rq_heartbeat = now
-        super().heartbeat(timeout, pipeline)
+        with self._patience("tell RQ of this worker"):
+            super().heartbeat(timeout, pipeline)
+
+    def run_maintenance_tasks(self) -> None:
+        with self._patience("tidy RQ's registries"):
+            super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
 
     def check_for_suspension(self, burst: bool) -> None:
         with self._patience("ask whether workers are suspended"):
@@ -158,24 +180,21 @@ class Intake(BaseWorker):
         """Claim a job and start it; its end is the finisher's."""
         assert isinstance(job, DataJob)
         running = RunningJob(job, queue)
+        claim = self._with_patience(self._claimer(job.id))
+        if claim.outcome != "claimed":
+            self._refuse(running, claim.outcome)
+            return
+        deadline = self._monotonic() + claim.remaining_s
         try:
             request = self._read(job)
-            claim = self._with_patience(self._claimer(request))
-            if claim.outcome != "claimed":
-                self._refuse(running, claim.outcome)
-                return
-            deadline = self._monotonic() + claim.remaining_s
-            attempt = Attempt(request, claim.attempt, deadline, 0, [])
-            self._finisher.expect(attempt, running)
-            self._publisher.open(attempt)
-            self._begin(attempt)
-            self._with_patience(lambda: self._register(running))
         except RequestError as error:
-            # Only a job that cannot be read gets here; the client must still hear of it.
-            failure = Failed(error.code.value, error.message, error.param)
-            self._with_patience(lambda: self._requests.conclude(job.id, failure))
-            self._with_patience(lambda: self._register(running))
-            self._finisher.reject(running, failure)
+            self._reject(running, Failed(error.code.value, error.message, error.param))
+            return
+        attempt = Attempt(request, claim.attempt, deadline, 0, [])
+        self._finisher.expect(attempt, running)
+        self._publisher.open(attempt)
+        self._begin(attempt)
+        self._with_patience(lambda: self._register(running))
 
     def _read(self, job: DataJob) -> GenerationRequest:
         try:
@@ -188,9 +207,15 @@ class Intake(BaseWorker):
             raise RequestError(ErrorCode.INVALID_REQUEST, "The queued request belongs to another job or model.")
         return request
 
-    def _claimer(self, request: GenerationRequest) -> Callable[[], Any]:
+    def _claimer(self, request_id: str) -> Callable[[], Any]:
         token = uuid.uuid4().hex
-        return lambda: self._requests.claim(request.id, model=self._model, worker=self.name, token=token)
+        return lambda: self._requests.claim(request_id, model=self._model, worker=self.name, token=token)
+
+    def _reject(self, running: RunningJob, failure: Failed) -> None:
+        """End a claimed job in which there is no request: whoever waits for it must hear of it."""
+        self._with_patience(lambda: self._requests.conclude(running.job.id, failure))
+        self._with_patience(lambda: self._register(running))
+        self._finisher.reject(running, failure)
 
     def _begin(self, attempt: Attempt) -> None:
         """Prepare the prompts and start the engine on them, or reject the request."""
@@ -214,7 +239,7 @@ class Intake(BaseWorker):
         if outcome == "expired":
             failure = Failed(ErrorCode.DEADLINE_EXCEEDED.value, "The request waited past its deadline.")
             self._with_patience(lambda: self._requests.conclude(running.job.id, failure))
-        self._with_patience(lambda: self._finisher.discard(running, keep_job=outcome == "running"))
+        self._with_patience(lambda: self._finisher.discard(running, is_running=outcome == "running"))
 
     def _with_patience(self, act: Callable[[], Any]) -> Any:
         """Repeat something that must happen until Redis is there for it."""
@@ -229,8 +254,13 @@ class Intake(BaseWorker):
 
     def handle_payload(self, message: Any) -> None:
         """Commands on RQ's channel: ours to let a request go, RQ's to stop a job or the worker."""
-        command = parse_payload(message)
-        if command.get("command") == CANCEL_COMMAND:
+        try:
+            command = parse_payload(message)
+        except ValueError:
+            command = None
+        if not isinstance(command, dict):
+            logger.warning("a command on RQ's channel cannot be read")
+        elif command.get("command") == CANCEL_COMMAND:
             self.let_go(str(command.get("request_id")))
         elif command.get("command") == "stop-job":
             cancelled = Failed(ErrorCode.CANCELLED.value, "The request was stopped by an operator.")

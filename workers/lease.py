@@ -68,8 +68,10 @@ class LeaseKeeper:
         attempts = self._publisher.attempts()
         with self._client.pipeline(transaction=False) as pipeline:
             for attempt in attempts:
-                pipeline.hmget(keys.request(attempt.request.id), "state", "attempt")
-            states = pipeline.execute()
-        for attempt, (state, number) in zip(attempts, states, strict=True):
-            if state is not None and (state != b"running" or int(number) != attempt.number):
+                pipeline.hget(keys.request(attempt.request.id), "attempt")
+            numbers = pipeline.execute()
+        for attempt, number in zip(attempts, numbers, strict=True):
+            # Whoever ends a request from outside opens an attempt for it. The state says less: our
+            # own last entry may just have been written.
+            if number is not None and int(number) != attempt.number:
                 self._publisher.drop(attempt)

@@ -12,6 +12,7 @@ Threads, and what each may do:
 | RQ commands | nothing; forwards cancellations | Redis |
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -29,7 +30,7 @@ from shared.log import LogWriter
 from shared.queue import RequestQueue
 from shared.reaper import Reaper
 from shared.settings import WorkerSettings
-from shared.store import check, connect
+from shared.store import CONNECTION_ERRORS, check, connect
 from workers.attempt import Attempt
 from workers.backends.protocol import Backend
 from workers.engine import Engine
@@ -161,7 +162,8 @@ class Worker:
     def _drain(self) -> None:
         """Finish what runs, within the drain timeout; end what is left with a retryable error."""
         self._state = WorkerState.DRAINING
-        self._lease.renew()
+        with contextlib.suppress(*CONNECTION_ERRORS):
+            self._lease.renew()
         if not self._engine.wait_until_idle(self._settings.drain_timeout):
             failure = Failed(
                 ErrorCode.WORKER_LOST.value, "The worker was stopped before it finished. The request can be retried."
@@ -173,7 +175,8 @@ class Worker:
         self._stop("finisher", self._finisher.stop)
         self._stop("engine", self._engine.stop)
         self._stop("lease", self._lease.stop)
-        self._fleet.leave(self._name)
+        with contextlib.suppress(*CONNECTION_ERRORS):
+            self._fleet.leave(self._name)
 
     def _stop(self, name: str, ask: Callable[[], None]) -> None:
         ask()
