@@ -1,13 +1,17 @@
 """Drawing the next token: the same rules, and the same randomness, for every backend.
 
-The order is: penalties and bias on the logits, temperature, top-k, top-p, min-p, then one draw by
-inverting the cumulative distribution in token order. The random number of a draw depends on the
-seed, the choice and the position alone, never on what else runs or has run: an answer that is
-carried on by another worker draws what it would have drawn.
+The order is: penalties and bias on the logits, temperature, top-k, top-p, min-p, then one draw. The
+random numbers of a draw depend on the seed, the choice and the position alone, never on what else
+runs or has run: an answer that is carried on by another worker draws what it would have drawn.
+
+The draw adds Gumbel noise to log-weights and takes the greatest, rather than inverting a cumulative
+sum. Both are exact, but logits differ in their last bits with the shape of the batch, and a sum over
+the whole vocabulary shifts every boundary a little where a maximum moves only at a near tie.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +23,30 @@ Row = npt.NDArray[np.float32]
 
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9
+_SECOND_FACTOR = 0x94D049BB133111EB
 BLOCK = 256
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) that looks random and is a function of its arguments.
+def uniforms(seed: int, choice: int, position: int, count: int) -> npt.NDArray[np.float64]:
+    """`count` numbers in (0, 1) that look random and are a function of the arguments.
 
-    SplitMix64's output function over a counter (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014); the top 53 bits make the number.
+    SplitMix64's output function over counters (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014); the top 53 bits make a number.
     """
     stream = _mix((seed & _MASK) ^ _mix(choice * _GOLDEN_GAMMA & _MASK))
-    return (_mix((stream + (position + 1) * _GOLDEN_GAMMA) & _MASK) >> 11) / (1 << 53)
+    start = _mix((stream + (position + 1) * _GOLDEN_GAMMA) & _MASK)
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN_GAMMA) + np.uint64(start)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST_FACTOR)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND_FACTOR)
+    z ^= z >> np.uint64(31)
+    numbers: npt.NDArray[np.float64] = ((z >> np.uint64(11)) + 0.5) / (1 << 53)
+    return numbers
 
 
 def _mix(z: int) -> int:
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    z = (z ^ (z >> 30)) * _FIRST_FACTOR & _MASK
+    z = (z ^ (z >> 27)) * _SECOND_FACTOR & _MASK
     return z ^ (z >> 31)
 
 
@@ -60,7 +72,8 @@ class Sampler:
             token = int(logits.argmax())
         else:
             weights = filtered_weights(logits, params)
-            token = invert(weights, uniform(params.seed, self._choice, self._position))
+            numbers = uniforms(params.seed, self._choice, self._position, numbers_needed(len(weights)))
+            token = draw(weights, numbers)
         self.drawn(token)
         return token
 
@@ -125,22 +138,26 @@ def _keep_nucleus(weights: Row, top_p: float) -> None:
     weights[kept] = kept_weights
 
 
-def invert(weights: Row, u: float) -> int:
-    """The token at which the cumulative weight passes `u` of the total; `u` in [0, 1).
+def numbers_needed(vocabulary: int) -> int:
+    """How many random numbers `draw` uses up: one per block, and one per token of a block."""
+    return -(-vocabulary // BLOCK) + BLOCK
 
-    Sums blocks first and then looks inside one of them, which reads the row once.
+
+def draw(weights: Row, numbers: npt.NDArray[np.float64]) -> int:
+    """A token, with a probability in proportion to its weight (at least one is above zero).
+
+    Gumbel's trick twice: the greatest of log-weight + noise is drawn in proportion to weight, first
+    among blocks of tokens and then among the tokens of that block. So a row is read once, and only
+    a few hundred of its numbers are ever random.
     """
-    starts = np.arange(0, len(weights), BLOCK)
-    blocks = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    target = u * float(blocks[-1])
-    block = min(int(np.searchsorted(blocks, target, side="right")), len(starts) - 1)
-    before = float(blocks[block - 1]) if block else 0.0
-    inside = np.cumsum(weights[block * BLOCK : (block + 1) * BLOCK], dtype=np.float64) + before
-    token = block * BLOCK + min(int(np.searchsorted(inside, target, side="right")), len(inside) - 1)
-    # Rounding can land on a token that was filtered out; the nearest one before it was not.
-    while weights[token] == 0.0 and token > 0:
-        token -= 1
-    return token
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
+    block = _greatest(blocks, numbers[BLOCK:])
+    return block * BLOCK + _greatest(weights[block * BLOCK : (block + 1) * BLOCK], numbers[:BLOCK])
+
+
+def _greatest(weights: npt.NDArray[np.floating[Any]], numbers: npt.NDArray[np.float64]) -> int:
+    """Where log-weight + Gumbel noise is greatest: log(w) - log(-log(u)), compared without its outer log."""
+    return int(np.argmax(weights / -np.log(numbers[: len(weights)])))
 
 
 @dataclass(frozen=True, slots=True)
