@@ -69,6 +69,7 @@ class Intake(BaseWorker):
         finisher: Finisher,
         encoder: PromptEncoder,
         queue: RequestQueue,
+        on_ready: Callable[[], None],
         on_drain: Callable[[], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,6 +87,8 @@ class Intake(BaseWorker):
         self._finisher = finisher
         self._encoder = encoder
         self._requests = queue
+        self._on_ready = on_ready
+        self._is_ready = False
         self._on_drain = on_drain
         self._monotonic = monotonic
         self._last_rq_heartbeat = float("-inf")
@@ -104,6 +107,9 @@ class Intake(BaseWorker):
         """
         while not self._stop_requested:
             with self._patience("take a job"):
+                if not self._is_ready:
+                    self._on_ready()
+                    self._is_ready = True
                 self.heartbeat()
                 self._show_state()
                 if self.should_run_maintenance_tasks:

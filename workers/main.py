@@ -124,6 +124,7 @@ class Worker:
             finisher=self._finisher,
             encoder=encoder,
             queue=requests,
+            on_ready=self._announce,
             on_drain=self._drain,
         )
         self._finisher.worker = self._intake
@@ -136,12 +137,16 @@ class Worker:
 
     def run(self) -> int:
         """Serve until asked to stop."""
-        self._lease.renew()
-        for thread in self._threads.values():
-            thread.start()
-        logger.info("worker %s serves %s", self._name, self._model.name)
+        for name in ("engine", "publisher", "finisher"):
+            self._threads[name].start()
         self._intake.work(logging_level="WARNING")
         return 0
+
+    def _announce(self) -> None:
+        """Join the fleet: from here on jobs are taken and signals are heard."""
+        self._lease.renew()
+        self._threads["lease"].start()
+        logger.info("worker %s serves %s", self._name, self._model.name)
 
     def _describe(self) -> WorkerInfo:
         return WorkerInfo(
@@ -180,7 +185,8 @@ class Worker:
 
     def _stop(self, name: str, ask: Callable[[], None]) -> None:
         ask()
-        self._threads[name].join(JOIN_S)
+        if self._threads[name].is_alive():
+            self._threads[name].join(JOIN_S)
 
 
 def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
