@@ -1,8 +1,8 @@
 """GGUF models on llama.cpp, through the low-level batch interface of llama-cpp-python.
 
 All slots are computed by one `llama_decode` per step. Every slot is its own stream of the key-value
-cache, so a sequence attends to its own cells only; a prefix is shared by copying a slot's state,
-which costs far less than computing it again.
+cache (`llama_cpp_streams`), so a sequence attends to its own cells only; a prefix is shared by copying
+a slot's state, which costs far less than computing it again.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import numpy as np
 
 from shared.errors import ModelLoadError
 from shared.fleet import StateKind
+from workers.backends.llama_cpp_streams import Streams
 from workers.backends.protocol import Description, Logits, SlotWork, StepError
 from workers.detokenise import ByteDetokeniser, Detokeniser
 
@@ -142,7 +143,7 @@ class LlamaCppBackend:
     def __init__(self, model: ctypes.c_void_p, context: ctypes.c_void_p, *, slots: int, on_gpu: bool) -> None:
         self._model = model
         self._context = context
-        self._memory = llama_cpp.llama_get_memory(context)
+        self._streams = Streams(context, slots)
         self.tokenizer = LlamaCppTokenizer(model)
         self._batch_room = int(llama_cpp.llama_n_batch(context))
         self._batch = llama_cpp.llama_batch_init(self._batch_room, 0, 1)
@@ -165,45 +166,42 @@ class LlamaCppBackend:
 
     def start(self, slot: int, *, keep: int, source: int) -> None:
         if source != slot and keep:
-            self._copy(source, slot)
-        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, keep, -1):
-            llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
-            if keep:
-                raise StepError(f"slot {slot} cannot be cut back to {keep} tokens")
+            self._streams.copy(source, slot)
+        self._streams.keep(slot, keep)
 
     def step(self, work: Sequence[SlotWork]) -> Logits:
+        self._streams.gather({item.slot for item in work})
+        order = sorted(range(len(work)), key=lambda index: self._streams.of(work[index].slot))
+        self._fill_batch([work[index] for index in order])
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if status != 0:
+            for item in work:
+                self._streams.clear(item.slot)
+            raise StepError(f"llama_decode returned {status}: {_last_error}")
+        with_logits = [index for index in order if work[index].wants_logits]
+        if not with_logits:
+            return np.empty((0, self.tokenizer.size), np.float32)
+        logits: Logits = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(self._context), shape=(len(with_logits), self.tokenizer.size)
+        )
+        in_order = np.argsort(with_logits)
+        return logits if np.array_equal(in_order, range(len(in_order))) else logits[in_order]
+
+    def _fill_batch(self, work: Sequence[SlotWork]) -> None:
         count = 0
-        rows = 0
         for item in work:
             end = count + len(item.tokens)
             self._tokens[count:end] = item.tokens
             self._positions[count:end] = np.arange(item.start, item.start + len(item.tokens))
             self._wants[count:end] = 0
+            self._wants[end - 1] = item.wants_logits
+            stream = self._streams.of(item.slot)
             for index in range(count, end):
-                self._batch.seq_id[index][0] = item.slot
-            if item.wants_logits:
-                self._wants[end - 1] = 1
-                rows += 1
+                self._batch.seq_id[index][0] = stream
             count = end
         self._batch.n_tokens = count
-        status = llama_cpp.llama_decode(self._context, self._batch)
-        if status != 0:
-            for item in work:
-                llama_cpp.llama_memory_seq_rm(self._memory, item.slot, -1, -1)
-            raise StepError(f"llama_decode returned {status}: {_last_error}")
-        if not rows:
-            return np.empty((0, self.description.vocabulary), np.float32)
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=(rows, self.tokenizer.size))
 
     def close(self) -> None:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
-
-    def _copy(self, source: int, target: int) -> None:
-        """Give `target` the whole state of `source`."""
-        size = llama_cpp.llama_state_seq_get_size(self._context, source)
-        state = (ctypes.c_uint8 * size)()
-        llama_cpp.llama_state_seq_get_data(self._context, state, size, source)
-        if not llama_cpp.llama_state_seq_set_data(self._context, state, size, target):
-            raise StepError(f"the state of slot {source} cannot be copied to slot {target}")
