@@ -95,21 +95,31 @@ class LogWriter:
         An item is written whole or not at all. Sending a batch again after a broken connection
         writes nothing twice: the ids are explicit.
         """
-        pipeline = self._client.pipeline(transaction=False)
-        for item in batch:
-            self._append(
-                keys=[keys.request(item.request_id), keys.log(item.request_id), self._running],
-                args=[
+        try:
+            return self._evaluate(batch)
+        except redis.exceptions.NoScriptError:
+            self._client.script_load(self._append.script)
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Sequence[Append]) -> list[bool]:
+        # Not through redis-py's Script: in a pipeline that asks each time whether Redis knows the script, which is
+        # a second round trip for every chunk.
+        with self._client.pipeline(transaction=False) as pipeline:
+            for item in batch:
+                pipeline.evalsha(
+                    self._append.sha,
+                    3,
+                    keys.request(item.request_id),
+                    keys.log(item.request_id),
+                    self._running,
                     item.request_id,
                     keys.events(item.request_id),
                     item.attempt,
                     item.first_seq,
                     terminal_state(item.events[-1]),
                     *map(encode_event, item.events),
-                ],
-                client=pipeline,
-            )
-        return [written == 1 for written in pipeline.execute()]
+                )
+            return [written == 1 for written in pipeline.execute()]
 
 
 class LogReader:

@@ -70,7 +70,7 @@ class WorkerSettings:
     )
     chunk_tokens: int = setting(16, "tokens after which a chunk is sent", at_least=1, at_most=1024)
     chunk_delay: float = setting(
-        0.02, "seconds after which a chunk is sent, however few tokens it has", at_least=0, at_most=5
+        0.03, "seconds after which a chunk is sent, however few tokens it has", at_least=0, at_most=5
     )
     lease: float = setting(8.0, "seconds after which a silent worker counts as dead", at_least=1, at_most=600)
     drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
