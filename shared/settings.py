@@ -66,11 +66,14 @@ class WorkerSettings:
     )
     ctx: int = setting(4096, "most tokens of a prompt with its answer; 0: what the model was trained for", at_least=0)
     prefill_chunk: int = setting(
-        128, "most prompt tokens computed in one step while other answers are running", at_least=1, at_most=8192
+        0,
+        "most prompt tokens computed in one step while other answers are running; 0: 64 on a CPU, 512 on a GPU",
+        at_least=0,
+        at_most=8192,
     )
     chunk_tokens: int = setting(16, "tokens after which a chunk is sent", at_least=1, at_most=1024)
     chunk_delay: float = setting(
-        0.03, "seconds after which a chunk is sent, however few tokens it has", at_least=0, at_most=5
+        0.05, "seconds after which a chunk is sent, however few tokens it has", at_least=0, at_most=5
     )
     lease: float = setting(8.0, "seconds after which a silent worker counts as dead", at_least=1, at_most=600)
     drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)

@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,14 @@ from workers.scheduler.scheduler import Scheduler
 STEP_TOKENS = 512
 """Most tokens in one step, when no answer is waiting for its next token."""
 
+CPU_PREFILL_CHUNK = 64
+GPU_PREFILL_CHUNK = 512
+"""How much of a prompt is computed at a time beside running answers: a step must stay short on a CPU, where
+each token of it costs about as much as another, and can be large on a GPU, where few tokens cost like many."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter while the engine, back from a step, waits for it."""
+
 JOIN_S = 5.0
 
 logger = logging.getLogger("tokenmill.worker")
@@ -56,6 +65,7 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         StartupError: Redis cannot be reached or the model cannot be served.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     spec = parse_model(settings.model)
     client = connect(settings.redis)
     check(client, settings.redis)
@@ -102,7 +112,8 @@ class Worker:
         )
         scheduler = Scheduler(
             slots=description.slots,
-            prefill_chunk=settings.prefill_chunk,
+            prefill_chunk=settings.prefill_chunk
+            or (CPU_PREFILL_CHUNK if description.device == "cpu" else GPU_PREFILL_CHUNK),
             step_tokens=STEP_TOKENS,
             reuse=description.state_kind is StateKind.TRIMMABLE,
         )
