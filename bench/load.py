@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-TOPICS = (
-    "a water mill", "the deep sea", "a night train", "an old clock", "the first snow", "a lost key",
-    "a mountain hut", "the city at dawn", "a paper boat", "two brothers", "a silent piano", "the harvest",
-    "a lighthouse", "an empty theatre", "the long road", "a stolen map",
-)  # fmt: skip
+PEOPLE = ("miller", "sailor", "piano tuner", "young baker", "retired clerk", "gardener", "night guard", "painter")
+PLACES = (
+    "harbour",
+    "mountain hut",
+    "empty theatre",
+    "lighthouse",
+    "railway station",
+    "old library",
+    "market",
+    "bridge",
+)
+THINGS = ("lost key", "silver clock", "paper boat", "sealed letter", "broken lamp", "stolen map", "red coat", "violin")
 
 
 @dataclass(slots=True)
@@ -44,9 +51,14 @@ class LoadResult:
 
 
 def prompt(client: int, request: int) -> str:
-    """Prompts that differ between all clients and requests of a run."""
-    topic = TOPICS[(client * 7 + request) % len(TOPICS)]
-    return f"Write a long and detailed story about {topic}, part {client * 100 + request}, with many characters."
+    """Prompts that part after a few words, whichever client and request of a run they are for.
+
+    What a server can reuse is the chat template and those words, as with real users; not a topic that an
+    earlier round happened to have.
+    """
+    number = client * 97 + request * 31
+    person, place, thing = PEOPLE[number % 8], PLACES[number // 8 % 8], THINGS[number // 64 % 8]
+    return f"Write a long story about number {number}: a {person} finds a {thing} at the {place}, with many details."
 
 
 async def ask(url: str, model: str, text: str, max_tokens: int) -> Answer:

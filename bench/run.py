@@ -1,15 +1,23 @@
-"""Measures ours and the installed peers on the same model, one server after the other, in one run.
+"""Measures ours and the installed peers on the same model, in one run.
+
+All servers are up at once and take turns, round after round: a machine's speed drifts by more than what
+servers differ in, so only what was measured within seconds of each other is compared. A ratio is the
+median over the rounds.
 
 Writes every figure to `bench/results/`, and the ratios to standard output and to `--markdown FILE`.
 Absolute figures say more about the machine than about the servers, so only ratios are shown.
 """
 
 import argparse
+import collections
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench import servers
@@ -26,9 +34,10 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """One server at one number of clients."""
+    """One server at one number of clients in one round."""
 
     server: str
+    round: int
     load: LoadResult
     cost: Cost
 
@@ -39,10 +48,9 @@ def main() -> None:
     clients = [int(count) for count in options.clients.split(",")]
     contenders = [server for server in _contenders(options.engine) if _is_wanted(server, options.only)]
     measured: list[Measured] = []
-    for server in contenders:
-        for slots in sorted({_slots_for(count) for count in clients}):
-            counts = [count for count in clients if _slots_for(count) == slots]
-            measured += _measure_server(server, Shape(slots, options.threads), counts, options)
+    for slots in sorted({_slots_for(count) for count in clients}):
+        counts = [count for count in clients if _slots_for(count) == slots]
+        measured += _measure(contenders, Shape(slots, options.threads), counts, options)
     _save(options.engine, measured)
     table = ratios(measured, contenders[0].name)
     print(table)
@@ -54,7 +62,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=("gguf", "torch"), default="gguf")
     parser.add_argument("--clients", default="1,4,8,16")
-    parser.add_argument("--requests", type=int, default=3, help="requests per client")
+    parser.add_argument("--requests", type=int, default=1, help="requests per client and round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="measure only servers whose name contains this; comma-separated")
@@ -89,30 +98,36 @@ def _slots_for(clients: int) -> int:
     return 16 if clients > 8 else 8
 
 
-def _measure_server(server: Server, shape: Shape, counts: list[int], options: argparse.Namespace) -> list[Measured]:
+def _measure(contenders: list[Server], shape: Shape, counts: list[int], options: argparse.Namespace) -> list[Measured]:
     measured = []
-    with servers.running(server, shape) as (url, process):
-        # Twice, so that lazy set-up is over and the shared beginning of the prompts is cached where
-        # a server does that.
-        measure(url, server.model, clients=2, requests=1, max_tokens=options.max_tokens, offset=90)
-        for index, count in enumerate(counts):
-            with servers.metered(process) as cost:
-                load = measure(
-                    url,
-                    server.model,
-                    clients=count,
-                    requests=options.requests,
-                    max_tokens=options.max_tokens,
-                    offset=index * options.requests,
-                )
-            print(
-                f"{time.strftime('%H:%M:%S')} {server.name}, {count} clients: {load.tokens_per_s:.1f} tok/s, "
-                f"ttft {load.ttft_p50 * 1000:.0f}/{load.ttft_p95 * 1000:.0f} ms, "
-                f"gap {load.gap_p50 * 1000:.0f}/{load.gap_p99 * 1000:.0f} ms, {load.tokens} tokens",
-                flush=True,
-            )
-            measured.append(Measured(server.name, load, cost))
+    with contextlib.ExitStack() as stack:
+        up = [(server, *stack.enter_context(servers.running(server, shape))) for server in contenders]
+        for server, url, _ in up:
+            # Lazy set-up is over after this, and the shared beginning of the prompts cached where a server does that.
+            measure(url, server.model, clients=2, requests=1, max_tokens=options.max_tokens, offset=90)
+        for number, count in itertools.product(range(options.rounds), counts):
+            for server, url, process in up:
+                with servers.metered(process) as cost:
+                    load = measure(
+                        url,
+                        server.model,
+                        clients=count,
+                        requests=options.requests,
+                        max_tokens=options.max_tokens,
+                        offset=number * options.requests,
+                    )
+                _show(server, load)
+                measured.append(Measured(server.name, number, load, cost))
     return measured
+
+
+def _show(server: Server, load: LoadResult) -> None:
+    print(
+        f"{time.strftime('%H:%M:%S')} {server.name}, {load.clients} clients: {load.tokens_per_s:.1f} tok/s, "
+        f"ttft {load.ttft_p50 * 1000:.0f}/{load.ttft_p95 * 1000:.0f} ms, "
+        f"gap {load.gap_p50 * 1000:.0f}/{load.gap_p99 * 1000:.0f} ms, {load.tokens} tokens",
+        flush=True,
+    )
 
 
 def _save(engine: str, measured: list[Measured]) -> None:
@@ -123,44 +138,46 @@ def _save(engine: str, measured: list[Measured]) -> None:
 
 
 def ratios(measured: list[Measured], ours: str) -> str:
-    """A Markdown table of ours over each peer, per number of clients.
+    """A Markdown table of ours over each peer, per number of clients; medians over the rounds.
 
     Above 1 is better for us in tokens/s; below 1 is better for us in everything else.
     """
-    lines = [
-        f"Machine: {os.cpu_count()} cores. Ours divided by the peer's, same run.",
-        "",
-        _row(COLUMNS),
-        _row(["---"] * len(COLUMNS)),
-    ]
-    mine = {item.load.clients: item for item in measured if item.server == ours}
+    mine = {(item.load.clients, item.round): item for item in measured if item.server == ours}
+    pairs: dict[tuple[str, int], list[tuple[Measured, Measured]]] = {}
     for item in measured:
-        own = mine.get(item.load.clients)
-        if item.server == ours or own is None:
-            continue
-        a, b = own.load, item.load
-        lines.append(
-            f"| {item.server} | {b.clients} | {a.tokens_per_s / b.tokens_per_s:.2f} "
-            f"| {a.ttft_p50 / b.ttft_p50:.2f} | {a.ttft_p95 / b.ttft_p95:.2f} "
-            f"| {(a.ttft_p50 - b.ttft_p50) * 1000:+.0f} | {_ratio(a.gap_p99, b.gap_p99)} "
-            f"| {_ratio(own.cost.peak_bytes, item.cost.peak_bytes)} "
-            f"| {_ratio(_cpu_per_token(own), _cpu_per_token(item))} |"
-        )
+        if item.server != ours:
+            own = mine[item.load.clients, item.round]
+            pairs.setdefault((item.server, item.load.clients), []).append((own, item))
+    lines = [f"Machine: {os.cpu_count()} cores. Ours divided by the peer's, same run.", ""]
+    lines += [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    for (peer, clients), rounds in pairs.items():
+        cells = [
+            _median(own.load.tokens_per_s / other.load.tokens_per_s for own, other in rounds),
+            _median(own.load.ttft_p50 / other.load.ttft_p50 for own, other in rounds),
+            _median(own.load.ttft_p95 / other.load.ttft_p95 for own, other in rounds),
+            _median(((own.load.ttft_p50 - other.load.ttft_p50) * 1000 for own, other in rounds), "+.0f"),
+            _median(own.load.gap_p99 / (other.load.gap_p99 or 1.0) for own, other in rounds),
+            _median(own.cost.peak_bytes / (other.cost.peak_bytes or 1) for own, other in rounds),
+            _median(_cpu_per_token(own) / (_cpu_per_token(other) or 1.0) for own, other in rounds),
+        ]
+        lines.append(_row([peer, str(clients), *cells]))
     lines += ["", "CPU seconds of our processes, as shares of their sum:", ""]
     lines += ["| clients | worker | front end | Redis | launcher |", "| --- | --- | --- | --- | --- |"]
-    for count, item in sorted(mine.items()):
-        total = sum(item.cost.cpu_s.values()) or 1.0
-        shares = [item.cost.cpu_s.get(name, 0.0) / total for name in ("worker", "api", "redis", "up")]
-        lines.append(f"| {count} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
+    for clients in sorted({clients for clients, _ in mine}):
+        used = collections.Counter[str]()
+        for item in (item for (count, _), item in mine.items() if count == clients):
+            used.update(item.cost.cpu_s)
+        total = sum(used.values()) or 1.0
+        lines.append(_row([str(clients), *(f"{used[name] / total:.1%}" for name in ("worker", "api", "redis", "up"))]))
     return "\n".join(lines) + "\n"
+
+
+def _median(values: Iterable[float], form: str = ".2f") -> str:
+    return format(statistics.median(values), form)
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _ratio(ours: float, peer: float) -> str:
-    return f"{ours / peer:.2f}" if peer else "-"
 
 
 def _cpu_per_token(item: Measured) -> float:

@@ -1,12 +1,12 @@
 """The servers that are measured: how each is started on one model and what it costs while it runs."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +21,6 @@ from bench import peers
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_S = 300.0
-SAMPLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +142,20 @@ def running(server: Server, shape: Shape) -> Iterator[tuple[str, psutil.Process]
 
 @contextmanager
 def metered(root: psutil.Process) -> Iterator[Cost]:
-    """Measure what a process and all below it use while this is open."""
+    """Measure what a process and all below it use while this is open.
+
+    Nothing is sampled meanwhile: that would take time from what is measured, and more from whoever has
+    more processes. The kernel keeps each process's peak.
+    """
     cost = Cost({}, 0)
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(SAMPLE_S):
-            cost.peak_bytes = max(cost.peak_bytes, sum(map(_memory, _tree(root))))
-
     before = {process.pid: _cpu_s(process) for process in _tree(root)}
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
     try:
         yield cost
     finally:
-        stop.set()
-        sampler.join()
         for process in _tree(root):
             name = _title(process)
             cost.cpu_s[name] = cost.cpu_s.get(name, 0.0) + _cpu_s(process) - before.get(process.pid, 0.0)
+            cost.peak_bytes += _peak_bytes(process.pid)
 
 
 def _tree(root: psutil.Process) -> list[psutil.Process]:
@@ -171,11 +165,14 @@ def _tree(root: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _memory(process: psutil.Process) -> int:
+def _peak_bytes(pid: int) -> int:
+    """The most memory that a process ever had resident; pages that processes share count in each."""
     try:
-        return int(process.memory_full_info().pss) if hasattr(process.memory_full_info(), "pss") else 0
-    except psutil.Error:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
         return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def _cpu_s(process: psutil.Process) -> float:
