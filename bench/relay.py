@@ -24,6 +24,9 @@ from workers.scheduler.scheduler import Scheduler
 PACE_S = 0.02
 STREAMS = 500
 
+AT_ONCE = ("--prefill-chunk", "8192")
+"""Prompts in one step: how they are scheduled beside answers is not what is measured here."""
+
 
 def main() -> None:
     """Measure and print all three."""
@@ -74,7 +77,7 @@ def engine_ttft(samples: int) -> float:
 
 def relayed_ttft(clients: int) -> float:
     """Median seconds from sending a request over HTTP to its first content."""
-    server = servers.tokenmill("tokenmill", f"fake=fake:pace={PACE_S}&end_every=0")
+    server = servers.tokenmill("tokenmill", f"fake=fake:pace={PACE_S}&end_every=0", *AT_ONCE)
     with servers.running(server, Shape(slots=32, threads=1, context=4096)) as (url, _):
         measure(url, "fake", clients=clients, requests=2, max_tokens=4, offset=50)
         return measure(url, "fake", clients=clients, requests=20, max_tokens=16, offset=0).ttft_p50
@@ -82,7 +85,7 @@ def relayed_ttft(clients: int) -> float:
 
 def throughput() -> float:
     """Tokens per second with 64 streams that together offer far more than is asked for."""
-    server = servers.tokenmill("tokenmill", "fake=fake:pace=0.004&end_every=0")
+    server = servers.tokenmill("tokenmill", "fake=fake:pace=0.004&end_every=0", *AT_ONCE)
     with servers.running(server, Shape(slots=64, threads=1, context=4096)) as (url, _):
         measure(url, "fake", clients=8, requests=1, max_tokens=32, offset=50)
         return measure(url, "fake", clients=64, requests=1, max_tokens=1000, offset=0).tokens_per_s
@@ -90,7 +93,7 @@ def throughput() -> float:
 
 def open_streams_bytes() -> int:
     """Resident bytes of the front-end process while it relays that many streams."""
-    server = servers.tokenmill("tokenmill", "fake=fake:pace=0.5&end_every=0", "--queue-limit", str(STREAMS))
+    server = servers.tokenmill("tokenmill", "fake=fake:pace=0.5&end_every=0", *AT_ONCE, "--queue-limit", str(STREAMS))
     with servers.running(server, Shape(slots=512, threads=1, context=4096)) as (url, root):
 
         async def hold() -> int:
