@@ -78,8 +78,13 @@ class Fleet:
             pipeline.execute()
 
     def leave(self, name: str) -> None:
-        """Take the worker out of the registry at once; what it still held is reaped."""
-        self._client.delete(keys.worker(name))
+        """Take the worker out of the registry at once; if it still holds something, it is left to the reaper."""
+        with self._client.pipeline() as pipeline:
+            pipeline.delete(keys.worker(name))
+            pipeline.scard(keys.running(name))
+            _, held = pipeline.execute()
+        if not held:
+            self._client.srem(keys.WORKERS, name)
 
     def workers(self) -> list[WorkerInfo]:
         """The workers that are alive now, by name."""

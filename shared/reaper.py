@@ -63,10 +63,13 @@ class Reaper:
 
     def _bury(self, worker: str) -> None:
         """Conclude everything that a dead worker had claimed, then forget the worker."""
-        for raw in self._client.smembers(keys.running(worker)):
-            self._end_claimed(as_text(raw), worker)
+        claimed = [as_text(raw) for raw in self._client.smembers(keys.running(worker))]
+        for request_id in claimed:
+            self._end_claimed(request_id, worker)
         with self._client.pipeline() as pipeline:
-            pipeline.delete(keys.running(worker))
+            # Not the whole set: a worker that is back from the dead may have claimed something by now.
+            if claimed:
+                pipeline.srem(keys.running(worker), *claimed)
             pipeline.srem(keys.WORKERS, worker)
             pipeline.delete(WORKER_EXECUTIONS_KEY_TEMPLATE.format(worker))
             pipeline.execute()

@@ -287,6 +287,11 @@ class Intake(BaseWorker):
         """
         self._stop_requested = True
 
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether a signal or command, and nothing unforeseen, ended the loop."""
+        return self._stop_requested
+
     def teardown(self) -> None:
         self._on_drain()
         with contextlib.suppress(*CONNECTION_ERRORS):

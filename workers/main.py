@@ -147,11 +147,11 @@ class Worker:
         }
 
     def run(self) -> int:
-        """Serve until asked to stop."""
+        """Serve until asked to stop; 0 then, 1 if RQ's loop ended by itself."""
         for name in ("engine", "publisher", "finisher"):
             self._threads[name].start()
         self._intake.work(logging_level="WARNING")
-        return 0
+        return 0 if self._intake.was_asked_to_stop else 1
 
     def _announce(self) -> None:
         """Join the fleet: from here on jobs are taken and signals are heard."""
