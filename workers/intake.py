@@ -17,6 +17,7 @@ import redis
 from rq import Queue
 from rq.command import handle_command, parse_payload
 from rq.exceptions import DequeueTimeout
+from rq.executions import Execution
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
@@ -232,6 +233,18 @@ class Intake(BaseWorker):
             return
         self._publisher.put([(attempt, [Accepted(attempt.prompt_tokens)])])
         self._engine.submit(attempt)
+
+    def prepare_execution(self, job: Job) -> Execution:
+        """RQ's record of a run, but not in its index of what a worker runs.
+
+        rq-dashboard shows the first job of that index by unpickling it, whatever serializer it was told
+        of, and answers 500 for the whole list of workers. The started registry lists the same jobs.
+        """
+        with self.connection.pipeline() as pipeline:
+            execution = Execution.create(job, self.get_heartbeat_ttl(job), pipeline)
+            self.executions[execution.id] = execution
+            pipeline.execute()
+        return execution
 
     def _register(self, running: RunningJob) -> None:
         """Tell RQ that the job runs, and take it out of the intermediate queue."""
