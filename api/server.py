@@ -138,7 +138,9 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
         """gunicorn's settings; none are read from its own files or environment."""
         settings = self._settings
         options = {
-            "bind": [f"fd://{os.dup(self._listener.fileno())}"],
+            # Handed over, not shared: a copy that stays open would go on taking connections that nobody
+            # serves, once gunicorn has closed its own to drain.
+            "bind": [f"fd://{self._listener.detach()}"],
             "workers": settings.api_processes,
             "worker_class": Worker,
             "worker_connections": settings.connections,

@@ -84,6 +84,7 @@ class Launcher:
         self._workers: list[Service] = []
         self._front_end: Service | None = None
         self._instance: InstanceFile | None = None
+        self._announced = False
 
     # -- up --
 
@@ -95,15 +96,14 @@ class Launcher:
             self._start_store()
         self._register()
         self._add_services()
-        announced = False
         loading_since = time.monotonic()
         while not self._signals.stop:
             for service in self._services():
                 self._look(service)
-            if not announced and all(service.ready for service in self._services()):
-                announced = True
+            if not self._announced and all(service.ready for service in self._services()):
+                self._announced = True
                 self._announce()
-            if not announced and time.monotonic() - loading_since > STILL_LOADING_S:
+            if not self._announced and time.monotonic() - loading_since > STILL_LOADING_S:
                 loading_since = time.monotonic()
                 self._say_what_is_missing()
             self._signals.wait(self._pause())
@@ -197,7 +197,8 @@ class Launcher:
         """End everything: front end and workers first, in their drain time, Redis last."""
         self._signals.stopping = True
         drain_timeout = self._plan.api.drain_timeout
-        self._say(f"stopping; running requests have {drain_timeout:g} s to finish (Ctrl-C: stop at once)")
+        grace = f"; running requests have {drain_timeout:g} s to finish (Ctrl-C: stop at once)"
+        self._say(f"stopping{grace if self._announced else ''}")
         others = [service for service in self._services() if service is not self._store]
         self._end(_children(others), drain_timeout + STOP_MARGIN_S)
         if self._store is not None:

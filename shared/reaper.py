@@ -17,6 +17,8 @@ from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
+from rq.worker.base import BaseWorker
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from shared import keys
 from shared.domain import Failed
@@ -72,6 +74,12 @@ class Reaper:
                 pipeline.srem(keys.running(worker), *claimed)
             pipeline.srem(keys.WORKERS, worker)
             pipeline.delete(WORKER_EXECUTIONS_KEY_TEMPLATE.format(worker))
+            # RQ would show it for another eight minutes.
+            rq_key = BaseWorker.redis_worker_namespace_prefix + worker
+            pipeline.srem(REDIS_WORKER_KEYS, rq_key)
+            for name in self._queue_names():
+                pipeline.srem(WORKERS_BY_QUEUE_KEY % name, rq_key)
+            pipeline.delete(rq_key)
             pipeline.execute()
         logger.warning("worker %s is dead: its requests were ended", worker)
 

@@ -36,6 +36,9 @@ from workers.prompt import PromptEncoder
 from workers.publisher import Publisher
 
 IDLE_WAIT_S = 1
+BACKGROUND_POLL_S = 0.2
+"""How long an idle worker may wait for an interactive job before it looks for a background one."""
+
 RQ_HEARTBEAT_S = 5.0
 RECONNECT_S = 0.5
 JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
@@ -96,6 +99,11 @@ class Intake(BaseWorker):
 
     # --- RQ's loop: what happens between jobs ---
 
+    @property
+    def dequeue_timeout(self) -> int:
+        """RQ raises the connections' time limit to what this needs; its own default would be minutes."""
+        return IDLE_WAIT_S
+
     def dequeue_job_and_maintain_ttl(
         self,
         timeout: int | None,  # noqa: ARG002 - the waiting is ours
@@ -127,12 +135,16 @@ class Intake(BaseWorker):
 
     def _take(self) -> tuple[Job, Queue] | None:
         interactive, background = self.queues
-        for queue, timeout in ((interactive, None), (background, None), (interactive, IDLE_WAIT_S)):
+        for queue, timeout in ((interactive, None), (background, None), (interactive, BACKGROUND_POLL_S)):
             if self._stop_requested:
                 break
             try:
                 taken = self.queue_class.dequeue_any(
-                    [queue], timeout, connection=self.connection, job_class=self.job_class, serializer=self.serializer
+                    [queue],
+                    timeout,  # type: ignore[arg-type]  # Redis takes fractions of a second
+                    connection=self.connection,
+                    job_class=self.job_class,
+                    serializer=self.serializer,
                 )
             except DequeueTimeout:
                 continue

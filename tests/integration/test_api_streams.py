@@ -332,6 +332,30 @@ def test_a_stopping_front_end_lets_short_streams_finish(
     assert front_end.wait()[0] == 0
 
 
+def test_a_stopping_front_end_refuses_connections_instead_of_leaving_them_waiting(
+    start_front_end: StartFrontEnd, start_worker: StartWorker, gate: Gate
+) -> None:
+    front_end = start_front_end()
+    start_worker(gate)
+
+    def is_refused() -> bool:
+        try:
+            httpx.get(f"{front_end.url}/health", timeout=5)
+        except httpx.ConnectError:
+            return True
+        return False
+
+    with httpx.stream("POST", f"{front_end.url}/v1/chat/completions", json=STREAM, timeout=20) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        front_end.terminate()
+        wait_until(is_refused, limit_s=5, what="the port to be closed")
+        gate.go_on.set()
+        rest = list(lines)
+
+    assert rest[-2] == "data: [DONE]"
+
+
 def test_a_stopping_front_end_ends_long_streams_in_a_way_that_can_be_resumed(
     front_end: FrontEnd, start_front_end: StartFrontEnd, start_worker: StartWorker, gate: Gate
 ) -> None:

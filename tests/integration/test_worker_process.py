@@ -12,6 +12,7 @@ import pytest
 import redis
 from asking import failure_of, reasons_of, request, text_of, tokens_of, usage_of
 from rq import Queue
+from rq import Worker as RqWorker
 from rq.command import PUBSUB_CHANNEL_TEMPLATE, send_shutdown_command, send_stop_job_command
 from rq.job import JobStatus
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, StartedJobRegistry
@@ -375,6 +376,7 @@ def test_what_a_killed_worker_ran_ends_within_its_lease(start: Start, office: Of
     assert office.status("endless") is JobStatus.FAILED
     assert office.left_in_rq() == []
     assert office.workers() == []
+    assert RqWorker.all_keys(office.client) == []
 
 
 def test_another_worker_reaps_a_killed_one_and_goes_on_with_the_queue(start: Start, office: Office) -> None:

@@ -22,6 +22,7 @@ from workers.detokenise import ByteDetokeniser, Detokeniser
 BATCH_TOKENS = 512
 """Most tokens that one step computes."""
 
+MAGIC = b"GGUF"
 ERROR_LEVEL = 4
 """`GGML_LOG_LEVEL_ERROR` of llama.cpp, which the Python package does not name."""
 
@@ -42,6 +43,9 @@ def load(path: Path, *, slots: int, context: int, device: str, threads: int) -> 
     Raises:
         ModelLoadError: the file is not a usable model, or the device is not there.
     """
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ModelLoadError(f"model {path} is not a GGUF file")
     llama_cpp.llama_log_set(_keep_last_error, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     has_gpu = bool(llama_cpp.llama_supports_gpu_offload())
