@@ -46,7 +46,7 @@ from workers.scheduler.scheduler import Scheduler
 STEP_TOKENS = 512
 """Most tokens in one step, when no answer is waiting for its next token."""
 
-CPU_PREFILL_CHUNK = 64
+CPU_PREFILL_CHUNK = 128
 GPU_PREFILL_CHUNK = 512
 """How much of a prompt is computed at a time beside running answers: a step must stay short on a CPU, where
 each token of it costs about as much as another, and can be large on a GPU, where few tokens cost like many."""
