@@ -71,7 +71,7 @@ def test_several_jobs_run_at_once_and_end_finished(start: Start, office: Office)
     assert {len(tokens_of(events)) for events in results} == {60}
     assert len({text_of(events) for events in results}) == 1
     office.wait_for_status(JobStatus.FINISHED, names)
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
     assert worker.output == ""
 
 
@@ -84,7 +84,7 @@ def test_choices_and_prompts_of_one_request_end_under_their_own_index(start: Sta
     assert reasons_of(events) == dict.fromkeys(range(6), FinishReason.LENGTH)
     assert usage_of(events).completion == 30
     assert usage_of(events).prompt == 6
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_else(start: Start, office: Office) -> None:
@@ -97,7 +97,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_else(start: Start,
     assert failure_of(events).code == ErrorCode.CONTEXT_LENGTH_EXCEEDED.value
     assert failure_of(events).param == "prompt"
     office.wait_for_status(JobStatus.FAILED, ["job"])
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_background_requests_come_after_interactive_ones(start: Start, office: Office) -> None:
@@ -142,7 +142,7 @@ def test_rq_s_own_tool_shows_workers_and_queues(start: Start, office: Office, va
     for name in ("running-0", "running-1"):
         office.queue.conclude(name, CANCELLED)
     office.result("waits")
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
     wait_until(lambda: [worker.get_state() for worker in stock_workers(office)] == ["idle"], what="an idle worker")
 
 
@@ -162,7 +162,7 @@ def test_a_request_cancelled_while_queued_never_runs(start: Start, office: Offic
 
     assert office.events("cancelled") == [CANCELLED]
     assert office.status("cancelled") is JobStatus.CANCELED
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_a_request_cancelled_while_running_frees_its_slot(start: Start, office: Office) -> None:
@@ -177,7 +177,7 @@ def test_a_request_cancelled_while_running_frees_its_slot(start: Start, office: 
     assert office.events("endless")[-1] == CANCELLED
     office.wait_for_status(JobStatus.CANCELED, ["endless"])
     assert CanceledJobRegistry(INTERACTIVE, connection=office.client).get_job_ids(cleanup=False) == ["endless"]
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_a_cancellation_whose_message_is_lost_still_frees_the_slot(start: Start, office: Office) -> None:
@@ -203,7 +203,7 @@ def test_an_operator_can_stop_a_job_with_rq_s_own_command(start: Start, office: 
     send_stop_job_command(office.client, "endless", serializer=JSONSerializer)
 
     assert failure_of(office.result("endless")).code == ErrorCode.CANCELLED.value
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_a_request_past_its_deadline_ends_while_running_and_while_waiting(start: Start, office: Office) -> None:
@@ -213,7 +213,7 @@ def test_a_request_past_its_deadline_ends_while_running_and_while_waiting(start:
     for name in ("running", "waiting"):
         assert failure_of(office.result(name)).code == ErrorCode.DEADLINE_EXCEEDED.value
     assert office.client.zcard(keys.waiting("fake")) == 0
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_the_same_job_delivered_twice_runs_once(start: Start, office: Office) -> None:
@@ -229,7 +229,7 @@ def test_the_same_job_delivered_twice_runs_once(start: Start, office: Office) ->
 
     assert usage_of(events).completion == 8
     assert len(tokens_of(office.events("job"))) == 30
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
     assert office.status("job") is JobStatus.FINISHED
 
 
@@ -292,7 +292,7 @@ def test_a_job_that_is_no_request_ends_and_the_worker_lives_on(
     office.wait_for_status(JobStatus.FAILED, ["hostile"])
     assert FailedJobRegistry(INTERACTIVE, connection=office.client).get_job_ids(cleanup=False) == ["hostile"]
     assert CanceledJobRegistry(INTERACTIVE, connection=office.client).get_job_ids(cleanup=False) == []
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
     assert worker.is_running
     assert not trap.exists()
 
@@ -313,7 +313,7 @@ def test_callbacks_and_webhooks_of_a_job_are_never_called(start: Start, office: 
     assert failure_of(office.result("bad")).code == ErrorCode.INVALID_REQUEST.value
     office.wait_for_status(JobStatus.FINISHED, ["good"])
     office.wait_for_status(JobStatus.FAILED, ["bad"])
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
     assert worker.output == ""
     assert not (tmp_path / "trap").exists()
 
@@ -391,7 +391,7 @@ def test_another_worker_reaps_a_killed_one_and_goes_on_with_the_queue(start: Sta
 
     assert usage_of(office.result("waits")).completion == 8
     assert failure_of(office.result("endless")).code == ErrorCode.WORKER_LOST.value
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 def test_a_job_that_a_worker_took_and_never_claimed_runs_after_all(start: Start, office: Office) -> None:
@@ -401,7 +401,7 @@ def test_a_job_that_a_worker_took_and_never_claimed_runs_after_all(start: Start,
     office.ready(start("--lease", "1"))
 
     assert usage_of(office.result("taken", limit_s=30)).completion == 8
-    assert office.is_clean()
+    wait_until(office.is_clean, what="RQ to hold nothing of it")
 
 
 # -- workers that are asked to stop --
