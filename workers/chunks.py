@@ -1,8 +1,8 @@
 """The chunk batcher: single tokens in, chunks worth sending out.
 
 A choice's first token goes at once, since that is what people wait for. After it, tokens gather until
-there are enough of them or the oldest has waited long enough. Whatever is not a chunk goes at once
-and takes what was waiting along, in order.
+there are enough of them or the oldest could not wait for the next one, which is expected to take as
+long as the last. Whatever is not a chunk goes at once and takes what was waiting along, in order.
 """
 
 from collections.abc import Iterable
@@ -26,9 +26,14 @@ class ChunkBatcher:
         self._started: set[int] = set()
         self._tokens = 0
         self._due_at: float | None = None
+        self._added_at: float | None = None
+        self._pace_s = 0.0
 
     def add(self, events: Iterable[Event], now: float) -> None:
         """Take events of this moment."""
+        if self._added_at is not None and now > self._added_at:
+            self._pace_s = now - self._added_at
+        self._added_at = now
         for event in events:
             if isinstance(event, Chunk):
                 self._add_chunk(event, now)
@@ -69,5 +74,8 @@ class ChunkBatcher:
             self._started.add(chunk.choice)
         if is_first or self._tokens >= self._max_tokens:
             self._due_at = now
-        elif self._due_at is None:
+            return
+        if self._due_at is None:
             self._due_at = now + self._max_delay_s
+        if self._due_at < now + self._pace_s:
+            self._due_at = min(self._due_at, now)

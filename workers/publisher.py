@@ -6,6 +6,7 @@ decoding does not notice.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from workers.attempt import Attempt
 from workers.chunks import ChunkBatcher
 
 RETRY_S = 0.25
+AWAKE = -math.inf
+ASLEEP_FOR_GOOD = math.inf
 
 logger = logging.getLogger("tokenmill.publisher")
 
@@ -67,6 +70,7 @@ class Publisher:
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._outboxes: dict[Attempt, _Outbox] = {}
+        self._sleeps_until = AWAKE
         self._stopping = False
 
     def open(self, attempt: Attempt) -> None:
@@ -82,13 +86,17 @@ class Publisher:
         moment in which the engine ends it.
         """
         now = self._monotonic()
+        is_early = False
         with self._changed:
             for attempt, events in emitted:
                 outbox = self._outboxes.get(attempt)
                 if outbox is not None and events and not outbox.is_closed:
                     outbox.batcher.add(events, now)
                     outbox.is_closed = is_terminal(events[-1])
-            self._changed.notify()
+                    due_at = outbox.batcher.due_at()
+                    is_early = is_early or (due_at is not None and due_at < self._sleeps_until)
+            if is_early:
+                self._changed.notify()
 
     def drop(self, attempt: Attempt) -> None:
         """Send nothing more of this attempt and report it as fenced."""
@@ -119,13 +127,21 @@ class Publisher:
                 if not times:
                     if self._stopping:
                         return None
-                    self._changed.wait()
+                    self._sleep(ASLEEP_FOR_GOOD)
                     continue
                 # What is due within one delay of the first goes along: one round trip for a step.
-                wait_s = min(times) - self._monotonic()
-                if wait_s <= 0 or self._stopping:
+                if min(times) <= self._monotonic() or self._stopping:
                     return [(box, box.batcher.take()) for due_at, box in waiting if due_at is not None]
-                self._changed.wait(wait_s)
+                self._sleep(min(times))
+
+    def _sleep(self, until: float) -> None:
+        """Sleep until this time on the publisher's clock, or until `put` takes something that is due before it.
+
+        To wake for every token would take the processor from the engine as often, for nothing.
+        """
+        self._sleeps_until = until
+        self._changed.wait(None if until == ASLEEP_FOR_GOOD else until - self._monotonic())
+        self._sleeps_until = AWAKE
 
     def _write(self, due: list[tuple[_Outbox, list[Event]]]) -> None:
         batch = [Append(box.attempt.request.id, box.attempt.number, box.next_seq, events) for box, events in due]

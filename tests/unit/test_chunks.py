@@ -64,6 +64,8 @@ def test_nothing_waits_longer_than_the_delay_and_nothing_is_due_without_reason(
     batches = batcher()
     now = 0.0
     oldest: float | None = None
+    added_at: float | None = None
+    pace = 0.0
     tokens = 0
     started: set[int] = set()
     for pause, event in timed:
@@ -73,11 +75,14 @@ def test_nothing_waits_longer_than_the_delay_and_nothing_is_due_without_reason(
             batches.take()
             oldest, tokens = None, 0
         batches.add([event], now)
+        pace = now - added_at if added_at is not None and now > added_at else pace
+        added_at = now
         oldest = now if oldest is None else oldest
         is_urgent = not isinstance(event, Chunk)
         if isinstance(event, Chunk):
             tokens += len(event.tokens)
             is_urgent = event.choice not in started or tokens >= MAX_TOKENS
+            is_urgent = is_urgent or now + pace > oldest + MAX_DELAY_S
             if event.text:
                 started.add(event.choice)
         due_at = batches.due_at()
@@ -95,10 +100,10 @@ def test_a_choice_s_first_token_is_due_at_once() -> None:
     batches.add([chunk(0, "a", 1)], 7.0)
     assert batches.due_at() == 7.0
     batches.take()
-    batches.add([chunk(0, "b", 2)], 8.0)
-    assert batches.due_at() == 8.0 + MAX_DELAY_S
-    batches.add([chunk(1, "c", 3)], 8.1)
-    assert batches.due_at() == 8.1
+    batches.add([chunk(0, "b", 2)], 7.1)
+    assert batches.due_at() == 7.1 + MAX_DELAY_S
+    batches.add([chunk(1, "c", 3)], 7.2)
+    assert batches.due_at() == 7.2
 
 
 def test_tokens_without_text_do_not_use_up_the_first_chunk_s_haste() -> None:
@@ -117,10 +122,31 @@ def test_enough_tokens_are_due_at_once() -> None:
     batches.take()
 
     for token in range(MAX_TOKENS - 1):
-        batches.add([chunk(0, "b", token)], 1.0)
-    assert batches.due_at() == 1.0 + MAX_DELAY_S
-    batches.add([chunk(0, "b", 9)], 1.1)
-    assert batches.due_at() == 1.1
+        batches.add([chunk(0, "b", token)], 0.1)
+    assert batches.due_at() == 0.1 + MAX_DELAY_S
+    batches.add([chunk(0, "b", 9)], 0.2)
+    assert batches.due_at() == 0.2
+
+
+def test_tokens_that_could_not_wait_for_the_next_one_are_due_at_once() -> None:
+    batches = batcher()
+    batches.add([chunk(0, "a", 1)], 0.0)
+    batches.take()
+
+    batches.add([chunk(0, "b", 2)], 0.3)
+    assert batches.due_at() == 0.3 + MAX_DELAY_S
+    batches.add([chunk(0, "c", 3)], 0.6)
+    assert batches.due_at() == 0.6
+
+
+def test_tokens_slower_than_the_delay_do_not_wait() -> None:
+    batches = batcher()
+    batches.add([chunk(0, "a", 1)], 0.0)
+    batches.take()
+
+    batches.add([chunk(0, "b", 2)], 2 * MAX_DELAY_S)
+
+    assert batches.due_at() == 2 * MAX_DELAY_S
 
 
 def test_the_choices_of_one_batch_are_one_chunk_each() -> None:
