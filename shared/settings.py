@@ -67,7 +67,8 @@ class WorkerSettings:
     ctx: int = setting(4096, "most tokens of a prompt with its answer; 0: what the model was trained for", at_least=0)
     prefill_chunk: int = setting(
         0,
-        "most prompt tokens computed in one step while other answers are running; 0: 128 on a CPU, 512 on a GPU",
+        "most prompt tokens computed in one step while other answers are running, up to four times that where more "
+        "prompts wait than answers run; 0: 128 on a CPU, 512 on a GPU",
         at_least=0,
         at_most=8192,
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.scheduler.plan import SlotStart, SlotWork
-from workers.scheduler.scheduler import WORTH_WAITING_FOR, ScheduledStep, Scheduler, Sequence
+from workers.scheduler.scheduler import MOST_PREFILL_CHUNKS, WORTH_WAITING_FOR, ScheduledStep, Scheduler, Sequence
 
 STEP_LIMIT = 2000
 
@@ -97,8 +97,9 @@ class Stage:
         assert all(shares.get(one) == 1 for one in decoding)
         assert sum(shares.values()) <= max(self.step_tokens, self.slots)
         if decoding:
-            prefill = sum(share for share in shares.values() if share > 1)
-            assert prefill <= self.prefill_chunk
+            prefill = sum(share for one, share in shares.items() if one not in decoding)
+            prefilling = sum(one.slot is not None for one in self.live) - len(decoding)
+            assert prefill <= self.prefill_chunk * min(max(1, prefilling / len(decoding)), MOST_PREFILL_CHUNKS)
         assert step.work or not self.live
 
     def _start(self, start: SlotStart) -> None:
@@ -197,6 +198,38 @@ def test_a_prompt_alone_may_use_the_whole_step() -> None:
     sequence = stage.join([3] * 32)
 
     assert stage.step() == [sequence]
+
+
+def test_where_more_prompts_wait_than_answers_run_a_step_takes_more_of_them() -> None:
+    stage = Stage(slots=8, prefill_chunk=8, step_tokens=128)
+    first = stage.join([1])
+    stage.step()
+    first.tokens.append(2)
+    for number in range(3):
+        stage.join([10 + number] * 40)
+
+    shares = {one: len(work.tokens) for one, work in _shares(stage.plan())}
+
+    assert shares.pop(first) == 1
+    assert sum(shares.values()) == 3 * 8
+
+
+def test_a_crowd_of_prompts_does_not_stall_a_running_answer() -> None:
+    stage = Stage(slots=8, prefill_chunk=8, step_tokens=512)
+    first = stage.join([1])
+    stage.step()
+    first.tokens.append(2)
+    for number in range(7):
+        stage.join([10 + number] * 40)
+
+    shares = {one: len(work.tokens) for one, work in _shares(stage.plan())}
+
+    assert shares.pop(first) == 1
+    assert sum(shares.values()) == MOST_PREFILL_CHUNKS * 8
+
+
+def _shares(scheduled: ScheduledStep) -> list[tuple[Sequence, SlotWork]]:
+    return list(zip(scheduled.sequences, scheduled.step.work, strict=True))
 
 
 def test_a_second_turn_reuses_the_first_in_place() -> None:

@@ -15,6 +15,9 @@ from workers.scheduler.slots import Slot, common_prefix
 WORTH_WAITING_FOR = 16
 """A prompt waits for another that is being computed if that saves it at least so many tokens."""
 
+MOST_PREFILL_CHUNKS = 4
+"""How often the usual share of prompt tokens a step takes, however many prompts wait."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -47,9 +50,10 @@ class ScheduledStep:
 class Scheduler:
     """Pure state: no model, no clock, no threads.
 
-    `prefill_chunk` is the most prompt tokens in a step that also carries running answers,
-    `step_tokens` the most tokens of any step. `reuse` allows a slot to keep a prefix of what it
-    holds; without it every prompt starts from nothing.
+    `prefill_chunk` is the most prompt tokens in a step that also carries running answers, and up to
+    `MOST_PREFILL_CHUNKS` of it where more prompts wait than answers run; `step_tokens` the most
+    tokens of any step. `reuse` allows a slot to keep a prefix of what it holds; without it every
+    prompt starts from nothing.
     """
 
     def __init__(self, *, slots: int, prefill_chunk: int, step_tokens: int, reuse: bool) -> None:
@@ -95,11 +99,10 @@ class Scheduler:
         decoding = [sequence for sequence in self._running if not sequence.is_prefilling]
         for sequence in decoding:
             self._plan(scheduled, sequence, 1)
-        budget = self._step_tokens - len(decoding)
-        if decoding:
-            budget = min(budget, self._prefill_chunk)
-        for sequence in self._running:
-            if budget > 0 and sequence.is_prefilling:
+        prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
+        budget = self._prefill_budget(len(decoding), len(prefilling))
+        for sequence in prefilling:
+            if budget > 0:
                 count = min(budget, len(sequence.tokens) - sequence.computed)
                 self._plan(scheduled, sequence, count)
                 budget -= count
@@ -125,6 +128,18 @@ class Scheduler:
             self.remove(sequence)
             sequence.computed = sequence.cached = 0
         self._waiting.extendleft(reversed(again))
+
+    def _prefill_budget(self, decoding: int, prefilling: int) -> int:
+        """How many prompt tokens a step takes along.
+
+        `prefill_chunk` while answers run, and in proportion more where more prompts wait than answers run, since
+        then it is mostly the prompts that lose by small steps. With no answer running nobody is held up.
+        """
+        room = self._step_tokens - decoding
+        if not decoding:
+            return room
+        crowd = min(max(1.0, prefilling / decoding), MOST_PREFILL_CHUNKS)
+        return min(room, int(self._prefill_chunk * crowd))
 
     def _plan(self, scheduled: ScheduledStep, sequence: Sequence, count: int) -> None:
         assert sequence.slot is not None
