@@ -2,11 +2,11 @@
 
 import logging
 import re
-import uuid
 
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException
 
+from api.request_ids import new_request_id
 from api.routes.generation import MAX_BODY_BYTES, generation_routes
 from api.routes.health import health_routes
 from api.routes.json import error_response, json_response
@@ -38,7 +38,7 @@ def create_app(services: Services) -> Flask:
 
 def _give_ids() -> None:
     """A fresh id for the request itself; the client's own only names the exchange."""
-    g.id = uuid.uuid4().hex
+    g.id = new_request_id()
     given = request.headers.get("x-request-id", "")
     g.request_id = given if _SANE_REQUEST_ID.fullmatch(given) else g.id
 

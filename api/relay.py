@@ -17,7 +17,7 @@ from api.subscriber import Mailbox, Subscriber
 from shared.domain import Failed, GenerationRequest, Priority, is_terminal
 from shared.errors import ErrorCode, RequestError
 from shared.log import START, Entry, LogReader, entry_from_message
-from shared.queue import RequestQueue
+from shared.queue import Idempotency, RequestQueue, Submitted
 
 TICK_S = 0.5
 """The longest that a step takes, and so the longest until it is noticed that a client has left."""
@@ -63,34 +63,57 @@ class Relay:
         limit: int,
         timeout_s: float,
         attributes: Mapping[str, str],
+        idempotency: Idempotency | None = None,
     ) -> "Following":
         """Subscribe, then queue the request, and follow it. The caller must close what it gets.
 
+        With `idempotency` it may be an earlier request that is followed instead, from the start of its
+        log; and whoever leaves cancels nothing, since the key is there to come back with.
+
         Raises:
-            RequestError: `queue_full`, `store_unavailable`.
+            RequestError: `queue_full`, `store_unavailable`, `idempotency_key_reused`.
         """
         started_at = self.monotonic()
         mailbox = self._subscriber.subscribe(request.id)
         try:
-            self.queue.submit(request, limit=limit, timeout_s=timeout_s, attributes=attributes)
+            accepted = self.queue.submit(
+                request, limit=limit, timeout_s=timeout_s, attributes=attributes, idempotency=idempotency
+            )
         except BaseException as error:
             mailbox.close()
-            if isinstance(error, RequestError) and error.code is ErrorCode.STORE_UNAVAILABLE:
+            if isinstance(error, RequestError) and error.code is ErrorCode.STORE_UNAVAILABLE and idempotency is None:
                 # Redis may have taken the request before it went away; its client is told otherwise.
                 with suppress(redis.RedisError):
                     self.queue.conclude(request.id, CANCELLED)
             raise
-        cancels = request.priority is not Priority.BACKGROUND
-        return Following(self, request.id, mailbox, client, deadline=started_at + timeout_s, cancels=cancels)
+        if accepted != request.id:
+            mailbox.close()
+            return self.join(accepted, client)
+        cancels = request.priority is not Priority.BACKGROUND and idempotency is None
+        deadline = started_at + timeout_s
+        return Following(self, request.id, mailbox, client, attributes=attributes, deadline=deadline, cancels=cancels)
 
-    def resume(self, request_id: str, client: ClientConnection, *, remaining_s: float) -> "Following":
+    def join(self, request_id: str, client: ClientConnection) -> "Following":
+        """Follow a request that was found by its idempotency key, from the start of its log.
+
+        Raises:
+            RequestError: `request_lost` when it has expired since, `store_unavailable`.
+        """
+        submitted = self.queue.submitted(request_id)
+        if submitted is None:
+            raise RequestError(ErrorCode.REQUEST_LOST, "The request has just expired. It can be sent again.")
+        return self.resume(request_id, submitted, client)
+
+    def resume(self, request_id: str, submitted: Submitted, client: ClientConnection) -> "Following":
         """Follow a request that was submitted earlier, from the start of its log.
 
         Whoever leaves such a stream cancels nothing: others may follow the same request.
         """
         mailbox = self._subscriber.subscribe(request_id)
-        deadline = self.monotonic() + max(remaining_s, 0.0)
-        following = Following(self, request_id, mailbox, client, deadline=deadline, cancels=False)
+        deadline = self.monotonic() + max(submitted.remaining_s, 0.0)
+        following = Following(
+            self, request_id, mailbox, client, attributes=submitted.attributes, deadline=deadline, cancels=False
+        )
         mailbox.mark_gap()
         return following
 
@@ -100,7 +123,8 @@ class Following:
 
     A batch is empty when nothing came for TICK_S, so that the caller can do what is due. The last
     batch ends with the request's terminal entry; instead of it, a RequestError says what went
-    wrong in following, or ClientGone that there is no use. Used by one thread.
+    wrong in following, or ClientGone that there is no use. `attributes` are those that the request was
+    submitted with. Used by one thread.
     """
 
     def __init__(
@@ -110,10 +134,12 @@ class Following:
         mailbox: Mailbox,
         client: ClientConnection,
         *,
+        attributes: Mapping[str, str],
         deadline: float,
         cancels: bool,
     ) -> None:
         self.request_id = request_id
+        self.attributes = attributes
         self._relay = relay
         self._mailbox = mailbox
         self._client = client
@@ -202,7 +228,7 @@ class Following:
             self._gap, self._more = True, False
             return []
         # One page a step, so that a slow client's backlog is never in memory as a whole.
-        self._gap = self._more = len(page) == LogReader.PAGE
+        self._gap = self._more = len(page) == self._relay.reader.PAGE
         if page:
             self._position = page[-1].id
         return page

@@ -30,6 +30,27 @@ class ErrorCode(StrEnum):
     PAYLOAD_VERSION = "payload_version"
     STORE_UNAVAILABLE = "store_unavailable"
     SERVER_STOPPING = "server_stopping"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
+    STREAM_NOT_FOUND = "stream_not_found"
+    STREAM_EXPIRED = "stream_expired"
+    STREAM_DAMAGED = "stream_damaged"
+    EVENT_NOT_FOUND = "event_not_found"
+
+
+RETRYABLE = frozenset(
+    {
+        ErrorCode.MODEL_UNAVAILABLE,
+        ErrorCode.QUEUE_FULL,
+        ErrorCode.DEADLINE_EXCEEDED,
+        ErrorCode.CANCELLED,
+        ErrorCode.WORKER_LOST,
+        ErrorCode.REQUEST_LOST,
+        ErrorCode.PAYLOAD_VERSION,
+        ErrorCode.STORE_UNAVAILABLE,
+        ErrorCode.SERVER_STOPPING,
+    }
+)
+"""Failures that say nothing about the request itself: sent again, it may well succeed."""
 
 
 class TokenmillError(Exception):

@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | tokenmill:request:<id> | hash | state, attempt, worker, model, priority, deadline, attributes | deadline + log TTL |
 | tokenmill:log:<id> | stream | the request's events, ids `<attempt>-<seq>` | as the request |
+| tokenmill:idempotency:<sha256 of key> | hash | the request of a key, digest of its body | deadline + log TTL |
 | tokenmill:events:<id> | channel | `<attempt>-<seq> <event>`, published with each entry | none |
 | tokenmill:waiting:<model> | sorted set | ids not yet claimed, by deadline | the latest deadline |
 | tokenmill:worker:<name> | hash | what a live worker says of itself; its lease | the lease |
@@ -13,6 +14,8 @@
 | tokenmill:reaper | string | who reaps now | the reaping interval |
 """
 
+import hashlib
+
 from shared.domain import Priority
 
 PREFIX = "tokenmill:"
@@ -20,6 +23,7 @@ PREFIX = "tokenmill:"
 WORKERS = PREFIX + "workers"
 REAPER_LOCK = PREFIX + "reaper"
 REQUEST_PREFIX = PREFIX + "request:"
+LOG_PREFIX = PREFIX + "log:"
 WORKER_PREFIX = PREFIX + "worker:"
 RUNNING_PREFIX = PREFIX + "running:"
 
@@ -43,7 +47,12 @@ def request(request_id: str) -> str:
 
 def log(request_id: str) -> str:
     """The stream with a request's events."""
-    return f"{PREFIX}log:{request_id}"
+    return LOG_PREFIX + request_id
+
+
+def idempotency(key: str) -> str:
+    """The hash that says which request a client's `Idempotency-Key` stands for."""
+    return f"{PREFIX}idempotency:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def events(request_id: str) -> str:

@@ -6,7 +6,7 @@ script refuses an attempt that is not the current one, so the log holds no repea
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis
@@ -14,6 +14,7 @@ import redis
 from shared import keys
 from shared.codec import decode_event, encode_event
 from shared.domain import Done, Event, Failed
+from shared.errors import ErrorCode, RequestError
 from shared.store import as_text, script
 
 
@@ -33,6 +34,13 @@ class EntryId(NamedTuple):
         Before the first attempt there was none.
         """
         return other == (self.attempt, self.seq + 1) or (self == START and other == (1, 1))
+
+    def may_be_followed_by(self, other: "EntryId") -> bool:
+        """Whether a log can hold the other entry right after this one: the next of its attempt or a later one's first.
+
+        An attempt that ended before it wrote anything leaves no entry, only its number is passed over.
+        """
+        return other == (self.attempt, self.seq + 1) or (other.attempt > self.attempt and other.seq == 1)
 
 
 START = EntryId(0, 0)
@@ -60,9 +68,17 @@ def entry_from_message(message: bytes) -> Entry:
     Raises:
         RequestError: the event cannot be read.
     """
-    text_id, _, line = message.partition(b" ")
-    attempt, _, seq = text_id.partition(b"-")
-    return Entry(EntryId(int(attempt), int(seq)), decode_event(line))
+    raw_id, _, line = message.partition(b" ")
+    return Entry(_entry_id(raw_id), decode_event(line))
+
+
+def _entry_id(raw: bytes) -> EntryId:
+    attempt, _, seq = raw.partition(b"-")
+    return EntryId(int(attempt), int(seq))
+
+
+def _entry(raw_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    return Entry(_entry_id(raw_id), decode_event(fields.get(b"e", b"")))
 
 
 def terminal_state(event: Event) -> str:
@@ -114,6 +130,14 @@ class LogWriter:
         return [outcome == 1 for outcome in written]
 
 
+class Surroundings(NamedTuple):
+    """A log's first and last entry, and `here`, the first that is not before some position; None in an empty log."""
+
+    first: EntryId | None
+    here: EntryId | None
+    last: EntryId | None
+
+
 class LogReader:
     """Reads any request's log."""
 
@@ -123,21 +147,34 @@ class LogReader:
         self._client = client
 
     def after(self, request_id: str, position: EntryId) -> list[Entry]:
-        """Up to PAGE entries that follow `position`; empty at the end.
+        """Up to PAGE entries that follow `position`; empty at the end. Nothing is missing before or between them.
 
         Raises:
-            RequestError: an entry cannot be read.
+            RequestError: `request_lost` when the log holds `position` no more, when an entry is missing
+                between two others, or when one cannot be read.
         """
-        rows: Any = self._client.xrange(keys.log(request_id), min=f"({position}", count=self.PAGE)
-        entries = []
-        for raw_id, fields in rows:
-            attempt, _, seq = raw_id.partition(b"-")
-            entries.append(Entry(EntryId(int(attempt), int(seq)), decode_event(fields[b"e"])))
-        return entries
+        rows: Any = self._client.xrange(keys.log(request_id), min=str(position), count=self.PAGE + 1)
+        entries = [_entry(*row) for row in rows]
+        if position != START:
+            if not entries or entries[0].id != position:
+                raise RequestError(ErrorCode.REQUEST_LOST, "The request's log has lost what was read of it.")
+            del entries[0]
+        before = position
+        for entry in entries:
+            if not before.may_be_followed_by(entry.id):
+                raise RequestError(ErrorCode.REQUEST_LOST, "A part of the request's log is missing.")
+            before = entry.id
+        return entries[: self.PAGE]
 
-    def has(self, request_id: str, position: EntryId) -> bool:
-        """Whether the log holds an entry with this very id."""
-        return bool(self._client.xrange(keys.log(request_id), min=str(position), max=str(position)))
+    def around(self, request_id: str, position: EntryId) -> Surroundings:
+        """Where `position` lies in the log."""
+        key = keys.log(request_id)
+        with self._client.pipeline() as pipeline:
+            pipeline.xrange(key, count=1)
+            pipeline.xrange(key, min=str(position), count=1)
+            pipeline.xrevrange(key, count=1)
+            rows = [_entry_id(found[0][0]) if found else None for found in pipeline.execute()]
+        return Surroundings(*rows)
 
     def state(self, request_id: str) -> str | None:
         """`queued`, `running`, `done`, `failed`, `cancelled`, or None when the request is not (or no longer) known."""

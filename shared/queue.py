@@ -4,14 +4,16 @@ A job is data. Its function name is a label that nobody imports, its argument is
 payload as JSON, and whatever else an RQ job could carry to be executed is dropped on reading.
 """
 
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import redis
 from rq import Queue
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
-from rq.exceptions import InvalidJobOperation, NoSuchJobError
+from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
 from rq.job import Job
 from rq.registry import CanceledJobRegistry
 from rq.serializers import JSONSerializer
@@ -20,7 +22,7 @@ from rq.utils import decode_redis_hash
 from shared import keys
 from shared.codec import encode_event, request_to_payload
 from shared.domain import Failed, GenerationRequest, Priority
-from shared.errors import ErrorCode, RequestError
+from shared.errors import RETRYABLE, ErrorCode, RequestError
 from shared.store import as_text, script, store_errors
 
 JOB_LABEL = "tokenmill.generate"
@@ -28,6 +30,9 @@ JOB_LABEL = "tokenmill.generate"
 
 ATTRIBUTE_PREFIX = "attribute:"
 """Sets the front end's own fields in a request's hash apart; as in `submit.lua`."""
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+"""How clients give the key, and errors name it."""
 
 JOB_FIELDS = frozenset(
     {"data", "origin", "description", "status", "timeout", "ttl", "result_ttl", "failure_ttl"}
@@ -106,9 +111,17 @@ class Claim(NamedTuple):
     remaining_s: float = 0.0
 
 
+class Idempotency(NamedTuple):
+    """What makes one request of several: the client's key, and a digest of what it asks, which must agree."""
+
+    key: str
+    digest: str
+
+
 class Submitted(NamedTuple):
     """What is still known of a submitted request, running or ended."""
 
+    state: str
     remaining_s: float
     attributes: dict[str, str]
 
@@ -124,40 +137,94 @@ class RequestQueue:
         self._queues: dict[tuple[str, Priority], Queue] = {}
 
     def submit(
-        self, request: GenerationRequest, *, limit: int, timeout_s: float, attributes: Mapping[str, str] | None = None
-    ) -> None:
-        """Queue the request, to be ended by a worker within `timeout_s`.
+        self,
+        request: GenerationRequest,
+        *,
+        limit: int,
+        timeout_s: float,
+        attributes: Mapping[str, str] | None = None,
+        idempotency: Idempotency | None = None,
+    ) -> str:
+        """Queue the request, to be ended by a worker within `timeout_s`. Returns its id.
 
         `attributes` mean nothing to a worker; `submitted` gives them back for as long as the log lives.
+        With `idempotency`, and if its key stands for an earlier request, nothing is queued, and the id is
+        that one's; unless that ended in a failure that is worth another try (`RETRYABLE`).
 
         Raises:
             RequestError: `queue_full` when `limit` requests of the model wait already;
-                `store_unavailable`; `invalid_request` when the id was used before.
+                `store_unavailable`; `invalid_request` when the id was used before;
+                `idempotency_key_reused` when the key stands for something else.
         """
         ttl_s = keys.log_ttl_s(request.priority)
         with store_errors():
-            outcome, depth = self._submit(
-                keys=[keys.request(request.id), keys.waiting(request.model)],
-                args=[
-                    request.id,
-                    limit,
-                    int(timeout_s * 1000),
-                    ttl_s * 1000,
-                    request.model,
-                    request.priority.value,
-                    *(text for pair in (attributes or {}).items() for text in pair),
-                ],
+            outcome, *rest = self._register(
+                request, limit=limit, timeout_s=timeout_s, attributes=attributes or {}, idempotency=idempotency
             )
             if outcome == b"full":
                 raise RequestError(
                     ErrorCode.QUEUE_FULL,
-                    f"The queue of model '{request.model}' is full ({depth} requests wait). Retry shortly.",
+                    f"The queue of model '{request.model}' is full ({rest[0]} requests wait). Retry shortly.",
                 )
             if outcome == b"exists":
                 raise RequestError(ErrorCode.INVALID_REQUEST, f"A request with the id '{request.id}' exists.")
-            self._enqueue(request, ttl_s=int(timeout_s) + ttl_s)
+            if outcome == b"joined":
+                earlier, state = as_text(rest[0]), rest[1]
+                if state != b"queued":
+                    return earlier
+                # Whoever registered it may have died before it was on RQ's queue.
+                request = msgspec.structs.replace(request, id=earlier)
+            self._enqueue(request, ttl_s=int(timeout_s) + ttl_s, unique=idempotency is not None)
+        return request.id
 
-    def _enqueue(self, request: GenerationRequest, *, ttl_s: int) -> None:
+    def earlier(self, request: GenerationRequest, idempotency: Idempotency) -> str | None:
+        """The id of the request that `submit` would return instead of queueing this one; None if it would queue.
+
+        Raises:
+            RequestError: `store_unavailable`, `idempotency_key_reused`.
+        """
+        with store_errors():
+            # Where nothing may wait, nothing new is registered.
+            outcome, *rest = self._register(request, limit=0, timeout_s=0, attributes={}, idempotency=idempotency)
+        return as_text(rest[0]) if outcome == b"joined" else None
+
+    def _register(
+        self,
+        request: GenerationRequest,
+        *,
+        limit: int,
+        timeout_s: float,
+        attributes: Mapping[str, str],
+        idempotency: Idempotency | None,
+    ) -> Any:
+        """What `submit.lua` returns, but for a key that was used for something else, which is raised."""
+        reserved = [keys.idempotency(idempotency.key)] if idempotency else []
+        reply: Any = self._submit(
+            keys=[keys.request(request.id), keys.waiting(request.model), *reserved],
+            args=[
+                request.id,
+                secrets.token_hex(8),
+                limit,
+                int(timeout_s * 1000),
+                keys.log_ttl_s(request.priority) * 1000,
+                request.model,
+                request.priority.value,
+                idempotency.digest if idempotency else "",
+                keys.REQUEST_PREFIX,
+                keys.LOG_PREFIX,
+                f",{','.join(sorted(RETRYABLE))},",
+                *(text for pair in attributes.items() for text in pair),
+            ],
+        )
+        if reply[0] == b"reused":
+            raise RequestError(
+                ErrorCode.IDEMPOTENCY_KEY_REUSED,
+                f"The {IDEMPOTENCY_HEADER} was used before for a request with another body or path.",
+                param=IDEMPOTENCY_HEADER,
+            )
+        return reply
+
+    def _enqueue(self, request: GenerationRequest, *, ttl_s: int, unique: bool) -> None:
         queue = self._queue(request.model, request.priority)
         job = DataJob.create(
             JOB_LABEL,
@@ -171,6 +238,11 @@ class RequestQueue:
             result_ttl=RESULT_TTL_S,
             failure_ttl=FAILURE_TTL_S,
         )
+        if unique:
+            # Another process may find the request queued and do the same at this moment.
+            with suppress(DuplicateJobError):
+                queue.enqueue_job(job, unique=True)
+            return
         with self._client.pipeline() as pipeline:
             queue.enqueue_job(job, pipeline=pipeline)
             pipeline.execute()
@@ -243,7 +315,8 @@ class RequestQueue:
             for name, value in fields.items()
             if as_text(name).startswith(ATTRIBUTE_PREFIX)
         }
-        return Submitted(int(fields[b"deadline"]) / 1000 - seconds - microseconds / 1e6, attributes)
+        remaining_s = int(fields[b"deadline"]) / 1000 - seconds - microseconds / 1e6
+        return Submitted(as_text(fields[b"state"]), remaining_s, attributes)
 
     def depth(self, model: str) -> int:
         """How many of the model's requests no worker has claimed."""

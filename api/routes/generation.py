@@ -1,6 +1,9 @@
 """POST /v1/chat/completions and /v1/completions."""
 
+import hashlib
+import re
 import time
+from collections.abc import Mapping
 
 import msgspec
 from flask import Blueprint, Response, g, request
@@ -8,7 +11,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 from api import respond, sse
 from api.disconnect import ClientConnection
-from api.relay import ClientGone
+from api.relay import ClientGone, Following
 from api.routes.json import json_response
 from api.schemas import chat, completions
 from api.schemas.answer import AnswerShape
@@ -20,13 +23,22 @@ from api.translate import completions as translate_completions
 from api.translate.answer import Answer
 from api.translate.requests import check_tokens
 from shared.domain import GenerationRequest, Priority
+from shared.errors import ErrorCode, RequestError
 from shared.log import START
+from shared.queue import IDEMPOTENCY_HEADER, Idempotency
 
 SHAPE_ATTRIBUTE = "answer"
 """Under which name an answer's shape is kept beside its request."""
 
 NO_ONE_WAITS = 499
 MAX_BODY_BYTES = 10 * 1024 * 1024
+
+_IDEMPOTENCY_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+
+
+def shape_of(attributes: Mapping[str, str]) -> AnswerShape:
+    """The shape that was kept beside a request."""
+    return msgspec.json.decode(attributes[SHAPE_ATTRIBUTE], type=AnswerShape)
 
 
 def answer_of(shape: AnswerShape) -> Answer:
@@ -63,7 +75,6 @@ def _body() -> bytes:
 
 
 def _answer(services: Services, endpoint: str, body: GenerationFields, generation: GenerationRequest) -> Response:
-    check_tokens(generation, services.fleet.require(generation.model))
     shape = AnswerShape(
         endpoint=endpoint,
         id=generation.id,
@@ -73,14 +84,9 @@ def _answer(services: Services, endpoint: str, body: GenerationFields, generatio
         include_usage=body.include_usage,
         service_tier="flex" if generation.priority is Priority.BACKGROUND else "default",
     )
+    following = _follow(services, generation, shape)
+    shape = shape_of(following.attributes)
     settings = services.settings
-    following = services.relay.submit(
-        generation,
-        ClientConnection(request.environ),
-        limit=settings.queue_limit,
-        timeout_s=settings.request_timeout,
-        attributes={SHAPE_ATTRIBUTE: msgspec.json.encode(shape).decode()},
-    )
     try:
         if not body.stream:
             choices, usage = respond.whole(following, choices=shape.choices)
@@ -93,7 +99,41 @@ def _answer(services: Services, endpoint: str, body: GenerationFields, generatio
         following.close()
         raise
     events = respond.stream(following, answer_of(shape), held=held, after=START, keep_alive_s=settings.keep_alive)
-    response = Response(events, headers=sse.headers(generation.id))
+    response = Response(events, headers=sse.headers(following.request_id))
     # A stream that never begins has no `finally`.
     response.call_on_close(following.close)
     return response
+
+
+def _follow(services: Services, generation: GenerationRequest, shape: AnswerShape) -> Following:
+    """Queue the request, or join the one that its idempotency key stands for."""
+    idempotency = _idempotency()
+    client = ClientConnection(request.environ)
+    try:
+        check_tokens(generation, services.fleet.require(generation.model))
+    except RequestError:
+        # What was asked before does not need a worker that is there now.
+        earlier = services.queue.earlier(generation, idempotency) if idempotency else None
+        if earlier is None:
+            raise
+        return services.relay.join(earlier, client)
+    return services.relay.submit(
+        generation,
+        client,
+        limit=services.settings.queue_limit,
+        timeout_s=services.settings.request_timeout,
+        attributes={SHAPE_ATTRIBUTE: msgspec.json.encode(shape).decode()},
+        idempotency=idempotency,
+    )
+
+
+def _idempotency() -> Idempotency | None:
+    """The client's key, if it sent one, for the body and path of this request."""
+    key = request.headers.get(IDEMPOTENCY_HEADER)
+    if key is None:
+        return None
+    if not _IDEMPOTENCY_KEY.fullmatch(key):
+        message = f"Invalid '{IDEMPOTENCY_HEADER}': expected 1 to 255 printable ASCII characters."
+        raise RequestError(ErrorCode.INVALID_REQUEST, message, param=IDEMPOTENCY_HEADER)
+    asked = request.path.encode() + b"\n" + request.get_data()
+    return Idempotency(key, hashlib.sha256(asked).hexdigest())

@@ -12,6 +12,7 @@ import pytest
 from scripted_worker import ScriptedWorker, Turn, say_words
 from servers import FrontEnd, wait_until
 
+from api.request_ids import new_request_id
 from shared.domain import ChosenLogprob, FinishReason, Priority, TextPrompt, TokenLogprob, TokenPrompt
 from shared.errors import ErrorCode
 
@@ -324,7 +325,7 @@ def test_a_request_that_outlives_its_deadline_is_a_504(
         ("DELETE", "/v1/models", 405),
         ("GET", "/nowhere", 404),
         ("GET", "/v1/streams/not-an-id", 404),
-        ("GET", f"/v1/streams/{'0' * 32}", 410),
+        ("GET", f"/v1/streams/{new_request_id()}", 410),
     ],
 )
 def test_every_refusal_has_openai_s_error_shape(front_end: FrontEnd, method: str, path: str, status: int) -> None:

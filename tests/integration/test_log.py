@@ -56,8 +56,9 @@ def test_entries_come_back_in_order_with_their_ids(client: "redis.Redis", writer
     ]
     assert reader.after("r", EntryId(1, 2)) == [Entry(EntryId(1, 3), chunk(2))]
     assert reader.after("r", EntryId(1, 3)) == []
-    assert reader.has("r", EntryId(1, 2))
-    assert not reader.has("r", EntryId(1, 4))
+    assert reader.around("r", EntryId(1, 2)) == ((1, 1), (1, 2), (1, 3))
+    assert reader.around("r", EntryId(1, 4)) == ((1, 1), None, (1, 3))
+    assert reader.around("nobody", EntryId(1, 1)) == (None, None, None)
 
 
 def test_a_long_log_is_read_page_by_page(client: "redis.Redis", writer: LogWriter) -> None:

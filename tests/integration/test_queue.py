@@ -19,7 +19,7 @@ from shared.domain import Done, Failed, Priority, Usage
 from shared.errors import ErrorCode, RequestError
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
 from shared.log import START, Append, LogReader, LogWriter
-from shared.queue import CANCEL_COMMAND, DataJob, RequestQueue, rq_queue
+from shared.queue import CANCEL_COMMAND, DataJob, Idempotency, RequestQueue, rq_queue
 from shared.store import connect
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")
@@ -34,8 +34,16 @@ def queue(client: "redis.Redis") -> RequestQueue:
     return RequestQueue(client)
 
 
-def submit(queue: RequestQueue, name: str = "r", *, limit: int = 10, timeout_s: float = 60, **fields: Any) -> None:
-    queue.submit(request(name, **fields), limit=limit, timeout_s=timeout_s)
+def submit(
+    queue: RequestQueue,
+    name: str = "r",
+    *,
+    limit: int = 10,
+    timeout_s: float = 60,
+    idempotency: Idempotency | None = None,
+    **fields: Any,
+) -> str:
+    return queue.submit(request(name, **fields), limit=limit, timeout_s=timeout_s, idempotency=idempotency)
 
 
 def claim(queue: RequestQueue, name: str = "r", worker: str = "w", token: str = "") -> Any:
@@ -128,6 +136,45 @@ def test_an_id_is_used_once(client: "redis.Redis", queue: RequestQueue) -> None:
     assert Queue(INTERACTIVE, connection=client).job_ids == ["r"]
     assert request_from_payload(stock_job(client).args[0]) == request("r")
     assert queue.depth("fake") == 1
+
+
+def test_a_registration_that_is_sent_twice_is_one(queue: RequestQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As redis-py does when the first answer got lost.
+    monkeypatch.setattr("shared.queue.secrets.token_hex", lambda _: "the same call")
+    submit(queue)
+    submit(queue)
+
+    assert queue.depth("fake") == 1
+    assert claim(queue).attempt == 1
+
+
+KEY = Idempotency("key", "digest")
+
+
+def test_what_was_registered_under_a_key_and_never_queued_is_queued_by_whoever_joins_it(
+    client: "redis.Redis", queue: RequestQueue
+) -> None:
+    assert submit(queue, "r", idempotency=KEY) == "r"
+    client.delete(DataJob.key_for("r"), f"rq:queue:{INTERACTIVE}")
+
+    assert submit(queue, "s", idempotency=KEY) == "r"
+    assert submit(queue, "t", idempotency=KEY) == "r"
+
+    assert Queue(INTERACTIVE, connection=client).job_ids == ["r"]
+    assert request_from_payload(stock_job(client).args[0]) == request("r")
+
+
+def test_a_full_queue_does_not_use_up_a_key_and_lets_others_join(queue: RequestQueue) -> None:
+    submit(queue, "r", limit=1, idempotency=KEY)
+    another = Idempotency("another", "digest")
+
+    assert submit(queue, "s", limit=1, idempotency=KEY) == "r"
+    with pytest.raises(RequestError) as caught:
+        submit(queue, "s", limit=1, idempotency=another)
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    assert queue.earlier(request("s"), another) is None
+    assert queue.earlier(request("s"), KEY) == "r"
+    assert submit(queue, "s", limit=2, idempotency=another) == "s"
 
 
 def test_what_the_front_end_keeps_beside_a_request_comes_back(queue: RequestQueue) -> None:

@@ -27,7 +27,7 @@ from shared.domain import (
 from shared.errors import ErrorCode, RequestError
 from shared.keys import events, log, request, worker
 from shared.log import Append, Entry, LogReader, LogWriter
-from shared.queue import RequestQueue
+from shared.queue import RequestQueue, Submitted
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")
 
@@ -249,7 +249,7 @@ def test_whoever_resumes_gets_everything_and_cancels_nothing_by_leaving(bench: B
     bench.append(attempt, 1, Accepted(3), say("a"))
     leaver = Client()
 
-    resumed = bench.relay.resume("r", leaver, remaining_s=10)
+    resumed = bench.relay.resume("r", Submitted("running", 10, {}), leaver)
     assert [str(entry.id) for entry in next(resumed)] == ["1-1", "1-2"]
     leaver.left.set()
     with pytest.raises(ClientGone):
@@ -266,7 +266,9 @@ def test_a_request_that_has_ended_can_be_read_after_its_deadline(bench: Bench) -
     bench.append(attempt, 1, Accepted(3), DONE)
     gathered(original)
 
-    assert [str(entry.id) for entry in gathered(bench.relay.resume("r", Client(), remaining_s=-5))] == ["1-1", "1-2"]
+    resumed = bench.relay.resume("r", Submitted("done", -5, {}), Client())
+
+    assert [str(entry.id) for entry in gathered(resumed)] == ["1-1", "1-2"]
 
 
 def test_following_goes_on_when_redis_comes_back(own_durable_valkey: Valkey, connect_to: Callable[[str], Any]) -> None:
