@@ -147,11 +147,11 @@ class LogReader:
         self._client = client
 
     def after(self, request_id: str, position: EntryId) -> list[Entry]:
-        """Up to PAGE entries that follow `position`; empty at the end. Nothing is missing before or between them.
+        """Up to PAGE entries that follow `position`; empty at the end.
 
         Raises:
-            RequestError: `request_lost` when the log holds `position` no more, when an entry is missing
-                between two others, or when one cannot be read.
+            RequestError: `request_lost` when the log holds `position` no more, when an entry cannot be
+                read, or when the ids show that one is missing. They do not for the last of an attempt.
         """
         rows: Any = self._client.xrange(keys.log(request_id), min=str(position), count=self.PAGE + 1)
         entries = [_entry(*row) for row in rows]

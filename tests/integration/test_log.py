@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import pytest
 import redis
 from asking import request
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shared import keys
+from shared.codec import encode_event
 from shared.domain import Accepted, Chunk, Done, Event, Failed, Priority, Usage
 from shared.errors import ErrorCode, RequestError
 from shared.log import START, Append, Entry, EntryId, LogReader, LogWriter, entry_from_message, parse_entry_id
@@ -71,6 +74,38 @@ def test_a_long_log_is_read_page_by_page(client: "redis.Redis", writer: LogWrite
         position = page[-1].id
 
     assert read == events
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(0, 9), max_size=5), size=st.integers(1, 12))
+def test_pages_of_any_size_join_to_the_log(client: "redis.Redis", lengths: list[int], size: int) -> None:
+    client.flushall()
+    wanted = [EntryId(attempt, seq) for attempt, length in enumerate(lengths, 1) for seq in range(1, length + 1)]
+    for entry_id in wanted:
+        client.xadd(keys.log("r"), {"e": encode_event(chunk(entry_id.seq))}, id=str(entry_id))
+    client.expire(keys.log("r"), 60)
+    reader, position, read = LogReader(client), START, []
+    reader.PAGE = size
+
+    while page := reader.after("r", position):
+        assert len(page) <= size
+        read += [entry.id for entry in page]
+        position = page[-1].id
+
+    assert read == wanted
+
+
+@pytest.mark.parametrize("lost", ["1-1", "1-2", "2-1"])
+def test_a_log_that_lost_an_entry_is_not_read_past_it(client: "redis.Redis", lost: str) -> None:
+    for entry_id in ("1-1", "1-2", "1-3", "2-1", "2-2"):
+        client.xadd(keys.log("r"), {"e": encode_event(DONE)}, id=entry_id)
+    client.expire(keys.log("r"), 60)
+    client.xdel(keys.log("r"), lost)
+
+    for position in (START, parse_entry_id(lost)):
+        with pytest.raises(RequestError) as caught:
+            LogReader(client).after("r", position)
+        assert caught.value.code is ErrorCode.REQUEST_LOST
 
 
 @pytest.fixture
@@ -219,3 +254,22 @@ def test_a_gap_is_known_by_the_ids() -> None:
     assert not EntryId(1, 1).is_followed_by(EntryId(1, 3))
     assert not EntryId(1, 1).is_followed_by(EntryId(2, 1))
     assert not START.is_followed_by(EntryId(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "may"),
+    [
+        (START, EntryId(1, 1), True),
+        (START, EntryId(3, 1), True),
+        (START, EntryId(1, 2), False),
+        (EntryId(1, 4), EntryId(1, 5), True),
+        (EntryId(1, 4), EntryId(1, 6), False),
+        (EntryId(1, 4), EntryId(3, 1), True),
+        (EntryId(1, 4), EntryId(2, 2), False),
+        (EntryId(2, 4), EntryId(1, 1), False),
+    ],
+)
+def test_what_may_come_next_is_the_next_of_an_attempt_or_a_later_one_s_first(
+    before: EntryId, after: EntryId, may: bool
+) -> None:
+    assert before.may_be_followed_by(after) is may
