@@ -82,7 +82,8 @@ class Relay:
         except BaseException as error:
             mailbox.close()
             if isinstance(error, RequestError) and error.code is ErrorCode.STORE_UNAVAILABLE and idempotency is None:
-                # Redis may have taken the request before it went away; its client is told otherwise.
+                # Redis may have taken the request before it went away; its client is told otherwise. With a key
+                # the client's next try joins it, and others may have done so.
                 with suppress(redis.RedisError):
                     self.queue.conclude(request.id, CANCELLED)
             raise
