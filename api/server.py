@@ -6,6 +6,7 @@ one that reads the subscription, one that reaps.
 """
 
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from setproctitle import setproctitle
 
 from api.drain import Drain
-from shared.errors import StartupError
+from shared.errors import StartupError, StoreAwayError, StoreError
 from shared.settings import ApiSettings
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ UNREADABLE = {
 
 KEEP_ALIVE_S = 15
 BACKLOG = 2048
+LOOK_LIMIT_S = 2.0
+"""How long a start waits for a Redis that says nothing."""
+
 END_MARGIN_S = 3
 """Added to the drain time, for streams to write their last event before gunicorn ends them."""
 
@@ -47,12 +51,13 @@ def serve(settings: ApiSettings) -> None:
     """Serve until told to stop; does not return while serving.
 
     Raises:
-        StartupError: the address cannot be listened on.
+        StartupError: the address cannot be listened on, or Redis is not fit for use.
     """
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
     )
     listener = bind(settings.host, settings.port)
+    check_store(settings.redis)
     setproctitle("tokenmill api")
     FrontEnd(settings, listener).run()
 
@@ -70,6 +75,35 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
+
+
+def check_store(url: str) -> None:
+    """See whether Redis is fit for use; one that is away may come later.
+
+    In a process of its own: the master must not import what is to see gevent's sockets and locks.
+
+    Raises:
+        StoreError: it is not, or the URL cannot be understood; in one line.
+    """
+    context = multiprocessing.get_context("fork")
+    complaint = context.SimpleQueue()
+    looking = context.Process(target=_look_at_store, args=(url, complaint))
+    looking.start()
+    looking.join()
+    if not complaint.empty():
+        raise StoreError(complaint.get())
+
+
+def _look_at_store(url: str, complaint: Any) -> None:
+    from shared.store import check, connect
+
+    try:
+        with connect(url, socket_timeout_s=LOOK_LIMIT_S) as client:
+            check(client, url)
+    except StoreAwayError as error:
+        logging.getLogger("tokenmill.api").warning("%s; until it can be, requests are answered with 503", error)
+    except StoreError as error:
+        complaint.put(str(error))
 
 
 class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types

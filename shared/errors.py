@@ -84,3 +84,7 @@ class ModelLoadError(StartupError):
 
 class StoreError(StartupError):
     """Redis cannot be reached or is not fit for use."""
+
+
+class StoreAwayError(StoreError):
+    """Redis does not answer now."""

@@ -1,58 +1,107 @@
 """Redis connections, and the scripts that run inside Redis."""
 
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from urllib.parse import urlsplit
+from typing import Any
 
 import redis
 from redis.backoff import ExponentialBackoff
+from redis.exceptions import ExecAbortError, MasterDownError, NoPermissionError, OutOfMemoryError, ReadOnlyError
 from redis.retry import Retry
 
-from shared.errors import ErrorCode, RequestError, StoreError
+from shared import sentinel
+from shared.errors import ErrorCode, RequestError, StoreAwayError, StoreError
 
 CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 64
 POOL_WAIT_S = 20.0
 
-CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
-"""What redis-py raises when Redis is away, as opposed to when it refuses."""
+OLDEST_VERSION = (7, 0)
+SAFE_POLICY = "noeviction"
+
+NO_PRIMARY_ERRORS = (ReadOnlyError, MasterDownError)
+"""What a replica says. A connection that hears it was made before a failover; the next one finds the primary."""
+
+CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, *NO_PRIMARY_ERRORS, OutOfMemoryError, ExecAbortError)
+"""What redis-py raises when Redis is away or does not take anything now, as opposed to when it refuses.
+
+Whatever met one of them may be done again. An ExecAbortError that gets out of redis-py is of this kind:
+for a command that is wrong in itself it raises that command's error instead.
+"""
+
+_PASSWORDS = ((re.compile(r"(://[^:/?@]*:).*@"), r"\1***@"), (re.compile(r"(password=)[^&]*"), r"\1***"))
+
+logger = logging.getLogger("tokenmill.store")
 
 
-def connect(url: str, *, max_connections: int = MAX_CONNECTIONS) -> "redis.Redis":
+def connect(
+    url: str, *, max_connections: int = MAX_CONNECTIONS, socket_timeout_s: float = SOCKET_TIMEOUT_S
+) -> "redis.Redis":
     """A client whose pool waits for a free connection instead of failing.
 
-    Nothing is sent yet; `check` does. Values come back as bytes.
+    The URL is one of redis-py's (`redis:`, `rediss:`, `unix:`) or `redis+sentinel:`. Nothing is sent yet;
+    `check` does. Values come back as bytes.
 
     Raises:
         StoreError: the URL cannot be understood.
     """
+    options: dict[str, Any] = {
+        "max_connections": max_connections,
+        "timeout": POOL_WAIT_S,
+        "socket_connect_timeout": min(CONNECT_TIMEOUT_S, socket_timeout_s),
+        "socket_timeout": socket_timeout_s,
+        # A Unix socket has no such thing, and redis-py refuses the argument there.
+        **({} if url.startswith("unix:") else {"socket_keepalive": True}),
+        "health_check_interval": 15,
+        # One quick second try covers a connection that was idle while Redis restarted or became a replica;
+        # longer outages are each caller's own business.
+        "retry": Retry(ExponentialBackoff(cap=0.2, base=0.05), 1),
+        "retry_on_error": list(NO_PRIMARY_ERRORS),
+    }
     try:
-        pool = redis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=POOL_WAIT_S,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            # A Unix socket has no such thing, and redis-py refuses the argument there.
-            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
-            health_check_interval=15,
-            # One quick second try covers a connection that was idle while Redis restarted; longer
-            # outages are each caller's own business.
-            retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 1),
-        )
+        if url.startswith(sentinel.SCHEME):
+            pool = sentinel.sentinel_pool(url, **options)
+        else:
+            pool = redis.BlockingConnectionPool.from_url(url, **options)
     except (ValueError, TypeError) as error:
-        raise StoreError(f"redis URL {without_password(url)!r} cannot be used: {error}") from error
+        # A password with a slash in it is taken for a port, and redis-py would quote it.
+        reason = error if "@" not in url or url.startswith(sentinel.SCHEME) else "is the password percent-encoded?"
+        raise StoreError(f"redis URL {without_password(url)!r} cannot be used: {reason}") from error
     return redis.Redis(connection_pool=pool)
 
 
 def check(client: "redis.Redis", url: str) -> None:
-    """Raise StoreError, in one line, unless Redis answers."""
+    """See whether Redis answers and is fit to keep requests.
+
+    Raises:
+        StoreAwayError: it does not answer; in one line.
+        StoreError: it evicts keys, or is too old; in one line.
+    """
+    shown = without_password(url)
     try:
         client.ping()
+        facts: Any = client.info()
+    except NoPermissionError as error:
+        logger.warning("whether Redis at %s evicts keys and is new enough cannot be checked: %s", shown, error)
+        return
     except redis.RedisError as error:
-        raise StoreError(f"cannot reach Redis at {without_password(url)}: {error}") from error
+        raise StoreAwayError(f"cannot reach Redis at {shown}: {error}") from error
+    version = str(facts["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
+        raise StoreError(
+            f"Redis at {shown} is version {version}, and at least {'.'.join(map(str, OLDEST_VERSION))} is needed: "
+            "LMOVE and BLMOVE came with 6.2, and with 7.0 the errors of scripts say what they are"
+        )
+    policy = facts["maxmemory_policy"]
+    if policy != SAFE_POLICY:
+        raise StoreError(
+            f"Redis at {shown} has the maxmemory-policy {policy}, which drops queued requests and their answers "
+            f"when memory runs short: set it to {SAFE_POLICY}"
+        )
 
 
 def as_text(raw: object) -> str:
@@ -62,8 +111,9 @@ def as_text(raw: object) -> str:
 
 def without_password(url: str) -> str:
     """The URL as it may be shown."""
-    password = urlsplit(url).password
-    return url.replace(f":{password}@", ":***@") if password else url
+    for pattern, replacement in _PASSWORDS:
+        url = pattern.sub(replacement, url)
+    return url
 
 
 @contextmanager

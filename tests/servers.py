@@ -54,13 +54,13 @@ class Valkey:
     def __init__(self, folder: Path, *, port: int = 0, options: tuple[str, ...] = ("--save", "")) -> None:
         self._folder = folder
         self._socket = folder / "valkey.sock"
-        self._port = port
+        self.port = port
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://127.0.0.1:{port}/0" if port else f"unix://{self._socket}"
 
     def start(self) -> None:
-        command = [str(get_binary_path()), "--port", str(self._port), "--unixsocket", str(self._socket)]
+        command = [str(get_binary_path()), "--port", str(self.port), "--unixsocket", str(self._socket)]
         command += ["--dir", str(self._folder), "--loglevel", "warning", *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         wait_until(self._answers, what="Valkey's start")
@@ -80,6 +80,13 @@ class Valkey:
     def thaw(self) -> None:
         assert self._process
         self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process
+        self._process.kill()
+        self._process.wait(10)
+        self._process = None
 
     def stop(self) -> None:
         if self._process:
