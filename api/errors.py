@@ -29,6 +29,7 @@ HTTP_ERRORS = {
     ErrorCode.STORE_UNAVAILABLE: HttpError(503, "server_error", 5),
     ErrorCode.SERVER_STOPPING: HttpError(503, "server_error", 1),
     ErrorCode.ENGINE_ERROR: HttpError(500, "server_error"),
+    ErrorCode.POISONOUS: HttpError(500, "server_error"),
     ErrorCode.PAYLOAD_VERSION: HttpError(500, "server_error"),
     ErrorCode.IDEMPOTENCY_KEY_REUSED: HttpError(422, "invalid_request_error"),
     ErrorCode.STREAM_NOT_FOUND: HttpError(404, "invalid_request_error"),

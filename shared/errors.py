@@ -27,6 +27,7 @@ class ErrorCode(StrEnum):
     WORKER_LOST = "worker_lost"
     REQUEST_LOST = "request_lost"
     ENGINE_ERROR = "engine_error"
+    POISONOUS = "request_poisonous"
     PAYLOAD_VERSION = "payload_version"
     STORE_UNAVAILABLE = "store_unavailable"
     SERVER_STOPPING = "server_stopping"

@@ -7,6 +7,7 @@ script refuses an attempt that is not the current one, so the log holds no repea
 
 import re
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import redis
@@ -97,6 +98,15 @@ class Append(NamedTuple):
     events: Sequence[Event]
 
 
+class Written(IntEnum):
+    """What became of an item: false if its attempt was fenced off. A repeated item counts as HEARD."""
+
+    FENCED = 0
+    HEARD = 1
+    UNHEARD = 2
+    """Written, and no process listens to the request's channel."""
+
+
 class LogWriter:
     """Appends for one worker. Used by one thread at a time."""
 
@@ -105,8 +115,8 @@ class LogWriter:
         self._running = keys.running(worker)
         self._append = script(client, "append")
 
-    def append(self, batch: Sequence[Append]) -> list[bool]:
-        """Write and publish each item, in one round trip; False where the attempt was fenced off.
+    def append(self, batch: Sequence[Append]) -> list[Written]:
+        """Write and publish each item, in one round trip.
 
         An item is written whole or not at all. Sending a batch again after a broken connection
         writes nothing twice: the ids are explicit.
@@ -117,7 +127,7 @@ class LogWriter:
             self._client.script_load(self._append.script)
             return self._evaluate(batch)
 
-    def _evaluate(self, batch: Sequence[Append]) -> list[bool]:
+    def _evaluate(self, batch: Sequence[Append]) -> list[Written]:
         # Not through redis-py's Script, which would have to be told of a Redis that lost it. One call for all items:
         # a call costs more than what it does.
         names = [self._running]
@@ -127,7 +137,7 @@ class LogWriter:
             arguments += [item.request_id, keys.events(item.request_id), item.attempt, item.first_seq]
             arguments += [terminal_state(item.events[-1]), len(item.events), *map(encode_event, item.events)]
         written: Any = self._client.evalsha(self._append.sha, len(names), *names, *arguments)
-        return [outcome == 1 for outcome in written]
+        return [Written(outcome) for outcome in written]
 
 
 class Surroundings(NamedTuple):

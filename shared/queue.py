@@ -7,6 +7,7 @@ payload as JSON, and whatever else an RQ job could carry to be executed is dropp
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -42,6 +43,12 @@ JOB_FIELDS = frozenset(
 
 RESULT_TTL_S = 600
 FAILURE_TTL_S = 24 * 3600
+
+MOST_DEATHS = 3
+"""A request that was running on so many workers when they died is not tried again."""
+
+ALONE_AFTER_DEATHS = MOST_DEATHS - 1
+"""After so many, it runs only where nothing else does: the last death must have been its own."""
 
 CANCEL_COMMAND = "tokenmill-cancel"
 """Sent to a worker's RQ command channel when a request it runs has been concluded elsewhere."""
@@ -102,13 +109,27 @@ def mark_cancelled(job: Job) -> None:
 class Claim(NamedTuple):
     """What came of trying to take a request.
 
-    `outcome` is `claimed`, `gone`, `ended`, `running` or `expired`; only with `claimed` are the
-    attempt number and the seconds until the request's deadline set.
+    `outcome` is `claimed`, `gone`, `ended`, `running`, `expired`, or `alone` for a request that may
+    run only where nothing else does. The rest is set only with `claimed`: the attempt's number, the
+    seconds until the request's deadline, and whether nothing else may run beside it.
     """
 
     outcome: str
     attempt: int = 0
     remaining_s: float = 0.0
+    is_alone: bool = False
+
+
+class Handover(StrEnum):
+    """What came of giving a request back to the queue."""
+
+    QUEUED = "queued"
+    POISON = "poison"
+    """It has ended too many workers."""
+    JOBLESS = "jobless"
+    """RQ has no job of it any more."""
+    LOST = "lost"
+    """It is not, or no longer, that worker's."""
 
 
 class Idempotency(NamedTuple):
@@ -134,6 +155,7 @@ class RequestQueue:
         self._submit = script(client, "submit")
         self._claim = script(client, "claim")
         self._conclude = script(client, "conclude")
+        self._hand_over = script(client, "handover")
         self._queues: dict[tuple[str, Priority], Queue] = {}
 
     def submit(
@@ -247,19 +269,52 @@ class RequestQueue:
             queue.enqueue_job(job, pipeline=pipeline)
             pipeline.execute()
 
-    def claim(self, request_id: str, *, model: str, worker: str, token: str) -> Claim:
+    def claim(self, request_id: str, *, model: str, worker: str, token: str, is_idle: bool = True) -> Claim:
         """Try to take a request for a worker, under a new attempt number.
 
-        `token` is new for each try and the same when one try is repeated after a broken connection.
+        A request whose workers died more than once runs only on an idle one, so that it can harm
+        nothing else. `token` is new for each try and the same when one try is repeated after a broken connection.
         """
         outcome, *rest = self._claim(
             keys=[keys.request(request_id), keys.waiting(model), keys.running(worker)],
-            args=[request_id, worker, keys.WORKER_PREFIX, keys.RUNNING_TTL_S * 1000, token],
+            args=[
+                request_id,
+                worker,
+                keys.WORKER_PREFIX,
+                keys.RUNNING_TTL_S * 1000,
+                token,
+                ALONE_AFTER_DEATHS,
+                int(is_idle),
+            ],
         )
         if outcome != b"claimed":
             return Claim(as_text(outcome))
-        attempt, remaining_ms = rest
-        return Claim("claimed", attempt, remaining_ms / 1000)
+        attempt, remaining_ms, deaths = rest
+        return Claim("claimed", attempt, remaining_ms / 1000, deaths >= ALONE_AFTER_DEATHS)
+
+    def hand_over(self, request_id: str, *, worker: str, died: bool) -> Handover:
+        """Put a request that this worker runs back at the head of its queue, to be carried on.
+
+        With `died` it counts among the workers that it may have ended; one that has ended
+        `MOST_DEATHS` is not queued again.
+        """
+        model, priority = self._client.hmget(keys.request(request_id), "model", "priority")
+        if model is None or priority is None:
+            return Handover.LOST
+        queue = self._queue(as_text(model), Priority(as_text(priority)))
+        outcome = self._hand_over(
+            keys=[
+                keys.request(request_id),
+                keys.waiting(as_text(model)),
+                keys.running(worker),
+                queue.key,
+                queue.intermediate_queue_key,
+                queue.started_job_registry.key,
+                DataJob.key_for(request_id),
+            ],
+            args=[request_id, worker, int(died), MOST_DEATHS],
+        )
+        return Handover(as_text(outcome))
 
     def conclude(self, request_id: str, failure: Failed, *, only_from: str = "") -> bool:
         """End a request that has not ended, whoever holds it, and tell its worker to let go.

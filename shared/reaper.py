@@ -1,7 +1,8 @@
-"""The reaper: ends or rescues what a dead worker left behind. Any process may run it.
+"""The reaper: gives back what a dead worker left behind. Any process may run it.
 
-A worker is dead when its lease has expired. What it had claimed is concluded with a retryable
-error; what it had taken off the queue and not yet claimed goes back. One process at a time reaps,
+A worker is dead when its lease has expired. What it had claimed goes back to the head of its queue, to
+be carried on by another, unless it has ended too many; what it had taken off the queue and not yet
+claimed goes back as well. One process at a time reaps,
 under a lock that expires by itself.
 """
 
@@ -23,12 +24,18 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 from shared import keys
 from shared.domain import Failed
 from shared.errors import ErrorCode
-from shared.queue import FAILURE_TTL_S, DataJob, RequestQueue
+from shared.queue import FAILURE_TTL_S, MOST_DEATHS, DataJob, Handover, RequestQueue
 from shared.store import as_text, script
 
 INTERVAL_S = 2.0
 UNCLAIMED_AFTER_S = 10.0
 """A job that lies this long between queue and claim was taken by a worker that died right then."""
+
+POISONOUS = Failed(
+    ErrorCode.POISONOUS.value,
+    f"{MOST_DEATHS} workers died while they ran this request. It is not tried again.",
+)
+LOST = Failed(ErrorCode.WORKER_LOST.value, "The worker that ran this request died. The request can be retried.")
 
 JOB_KEY_PREFIX = DataJob.redis_job_namespace_prefix.encode()
 
@@ -64,10 +71,10 @@ class Reaper:
         self._rescue_unclaimed()
 
     def _bury(self, worker: str) -> None:
-        """Conclude everything that a dead worker had claimed, then forget the worker."""
+        """Give back everything that a dead worker had claimed, then forget the worker."""
         claimed = [as_text(raw) for raw in self._client.smembers(keys.running(worker))]
         for request_id in claimed:
-            self._end_claimed(request_id, worker)
+            self._give_back(request_id, worker)
         with self._client.pipeline() as pipeline:
             # Not the whole set: a worker that is back from the dead may have claimed something by now.
             if claimed:
@@ -81,15 +88,20 @@ class Reaper:
                 pipeline.srem(WORKERS_BY_QUEUE_KEY % name, rq_key)
             pipeline.delete(rq_key)
             pipeline.execute()
-        logger.warning("worker %s is dead: its requests were ended", worker)
+        logger.warning("worker %s is dead: %d requests of it go on elsewhere", worker, len(claimed))
 
-    def _end_claimed(self, request_id: str, worker: str) -> None:
-        """The place where a request will be carried on by another attempt instead."""
-        failure = Failed(
-            ErrorCode.WORKER_LOST.value, "The worker that ran this request died. The request can be retried."
-        )
+    def _give_back(self, request_id: str, worker: str) -> None:
+        """Let another attempt carry a request on, or end it where that cannot be."""
+        match self._queue.hand_over(request_id, worker=worker, died=True):
+            case Handover.POISON:
+                logger.error("request %s has ended %d workers: it is not tried again", request_id, MOST_DEATHS)
+                failure = POISONOUS
+            case Handover.JOBLESS:
+                failure = LOST
+            case _:
+                return
         if self._queue.conclude(request_id, failure, only_from=worker):
-            self._fail_job(request_id, failure.message)
+            self._fail_job(request_id, f"{failure.code}: {failure.message}")
 
     def _fail_job(self, request_id: str, reason: str) -> None:
         """Make RQ's records say what happened to the job."""

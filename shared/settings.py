@@ -77,6 +77,15 @@ class WorkerSettings:
         0.05, "seconds after which a chunk is sent, however few tokens it has", at_least=0, at_most=5
     )
     lease: float = setting(8.0, "seconds after which a silent worker counts as dead", at_least=1, at_most=600)
+    hang_timeout: float = setting(
+        0,
+        "seconds without progress after which a worker exits and hands its requests over; 0: twenty times its longest "
+        "step so far, and at least 10",
+        at_least=0,
+    )
+    abandon: float = setting(
+        60.0, "seconds after which an interactive request that no front end listens to is ended", at_least=1
+    )
     drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
     log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
 

@@ -14,6 +14,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from scripted_worker import Script, ScriptedWorker
 from servers import FrontEnd, Valkey
 from streaming import Gate
+from worker_processes import Office, Start, WorkerProcess
 
 from shared.keys import PREFIX
 from shared.store import connect
@@ -106,6 +107,25 @@ def gate() -> Iterator[Gate]:
     yield gate
     gate.accept.set()
     gate.go_on.set()
+
+
+@pytest.fixture
+def start(valkey: Valkey, tmp_path: Path) -> Iterator[Start]:
+    """Starts worker processes; whatever is left of them is killed at the end."""
+    started: list[WorkerProcess] = []
+
+    def start(*arguments: str, redis_url: str = "", **options: Any) -> WorkerProcess:
+        started.append(WorkerProcess(redis_url or valkey.url, tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.kill()
+
+
+@pytest.fixture
+def office(client: "redis.Redis", no_key_without_ttl: None) -> Office:  # noqa: ARG001
+    return Office(client)
 
 
 @pytest.fixture

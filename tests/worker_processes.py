@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from servers import ROOT, wait_until
 
 from shared.domain import Chunk, Event, Priority, is_terminal
 from shared.fleet import Fleet, WorkerInfo
-from shared.log import START, LogReader
+from shared.log import START, Entry, LogReader
 from shared.queue import RequestQueue, rq_queue
 
 END_LIMIT_S = 30.0
+
+ENDLESS = "fake=fake:pace=0.01&end_every=0&context=100000"
+SLOW = "fake=fake:pace=0.05&end_every=0&context=100000"
 SHORT_LEASE = ("--lease", "2")
 """Renewed twice a second, so what a worker says of itself is soon true."""
 
@@ -79,6 +82,10 @@ class WorkerProcess:
         return self.popen.wait(END_LIMIT_S)
 
 
+Start = Callable[..., WorkerProcess]
+"""Starts workers for a test; see the fixture `start`."""
+
+
 class Office:
     """Sends requests to workers and reads what becomes of them, as a front end and an operator do."""
 
@@ -92,13 +99,19 @@ class Office:
         for name in names:
             self.queue.submit(request(name, model=self.model, **fields), limit=1000, timeout_s=timeout_s)
 
+    def entries(self, name: str) -> list[Entry]:
+        """All entries of a request's log so far."""
+        entries: list[Entry] = []
+        while page := self._reader.after(name, entries[-1].id if entries else START):
+            entries += page
+        return entries
+
     def events(self, name: str) -> list[Event]:
-        events: list[Event] = []
-        position = START
-        while page := self._reader.after(name, position):
-            position = page[-1].id
-            events += [entry.event for entry in page]
-        return events
+        return [entry.event for entry in self.entries(name)]
+
+    def has_ended(self, name: str) -> bool:
+        events = self.events(name)
+        return bool(events) and is_terminal(events[-1])
 
     def result(self, name: str, *, limit_s: float = 30) -> list[Event]:
         """All events of a request, once it has ended; it ends once."""

@@ -5,6 +5,7 @@ of a stop string. So the tokens of all chunks are exactly those behind the text 
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -38,6 +39,7 @@ class Answer:
         tokenizer: Tokenizer,
         max_tokens: int,
         logprobs: int | None,
+        vocabulary: int,
     ) -> None:
         self.choice = choice
         self.sequence = sequence
@@ -49,9 +51,38 @@ class Answer:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._logprobs = logprobs
+        self._vocabulary = vocabulary
         self._drawn = 0
         self._held: deque[_HeldToken] = deque()
+        # Characters that may leave and have not; below zero after a replay, where some left that would be held now.
         self._let_out = 0
+
+    def replay(self, chunks: Iterable[Chunk], finish: FinishReason | None) -> bool:
+        """Take over what an earlier attempt has let out, before the first draw.
+
+        Returns whether the tokens stand for the very text that was let out with them: if not, another
+        model made them, and the answer cannot be carried on.
+        """
+        text = sent = ""
+        for chunk in chunks:
+            sent += chunk.text
+            for token in chunk.tokens:
+                if not 0 <= token < self._vocabulary:
+                    return False
+                self._sampler.drawn(token)
+                self.sequence.tokens.append(token)
+                piece = self._detokeniser.push(token)
+                text += piece
+                self._let_out += len(self._stops.push(piece)) - len(piece)
+                self._drawn += 1
+                self.sent_tokens += 1
+        self.finish = finish
+        if finish is None and self._stops.stopped:
+            self.finish = FinishReason.STOP
+        elif finish is None and self._drawn >= self._max_tokens:
+            self.finish = FinishReason.LENGTH
+        # A stop string may begin inside the last token, of which only the rest was let out.
+        return text == sent or (finish is FinishReason.STOP and text.startswith(sent))
 
     def draw(self, logits: Row) -> Chunk | None:
         """Draw the next token and return what may leave now, if anything; may set `finish`.
@@ -86,9 +117,9 @@ class Answer:
         text = ""
         tokens: list[int] = []
         logprobs: list[ChosenLogprob] = []
-        while self._held and (len(self._held[0].text) <= self._let_out or (at_end and self._let_out)):
+        while self._held and (len(self._held[0].text) <= self._let_out or (at_end and self._let_out > 0)):
             held = self._held.popleft()
-            part = held.text[: self._let_out]
+            part = held.text[: max(0, self._let_out)]
             self._let_out -= len(part)
             text += part
             tokens.append(held.token)

@@ -11,7 +11,8 @@ class Attempt:
     """`number` counts attempts at the request over all workers; it fences older ones off.
 
     `deadline` is on this process's monotonic clock, in seconds. The answers belong to the engine's
-    thread once the attempt is submitted; `is_cancelled` is the engine's, under its lock.
+    thread once the attempt is submitted; `is_cancelled` is the engine's, under its lock. Beside an
+    attempt that `is_alone` nothing else may run.
     """
 
     request: GenerationRequest
@@ -19,6 +20,7 @@ class Attempt:
     deadline: float
     prompt_tokens: int
     answers: list[Answer]
+    is_alone: bool = False
     is_cancelled: bool = False
 
     @property

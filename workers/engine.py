@@ -51,6 +51,9 @@ class Engine:
         self._submitted: deque[Attempt] = deque()
         self._cancelled: deque[Attempt] = deque()
         self._in_flight = 0
+        self._steps = 0
+        self._longest_step_s = 0.0
+        self._is_exclusive = False
         self._stopping = False
 
     @property
@@ -58,13 +61,24 @@ class Engine:
         """Choices that were submitted and have not ended."""
         return self._in_flight
 
+    @property
+    def steps(self) -> int:
+        """Steps completed so far."""
+        return self._steps
+
+    @property
+    def longest_step_s(self) -> float:
+        """How long the longest completed step took."""
+        return self._longest_step_s
+
     def submit(self, attempt: Attempt) -> None:
         """Start an attempt at the next step, unless it was cancelled before it came this far."""
         with self._changed:
             if attempt.is_cancelled:
                 return
             self._submitted.append(attempt)
-            self._in_flight += len(attempt.answers)
+            self._in_flight += sum(answer.finish is None for answer in attempt.answers)
+            self._is_exclusive = attempt.is_alone
             self._changed.notify_all()
 
     def cancel(self, attempt: Attempt) -> None:
@@ -80,7 +94,10 @@ class Engine:
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until a choice more could run; False if none could within the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._in_flight < self._slots, timeout_s)
+            return self._changed.wait_for(self._has_room, timeout_s)
+
+    def _has_room(self) -> bool:
+        return self._in_flight < (1 if self._is_exclusive else self._slots)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; False if something still is after the timeout."""
@@ -113,6 +130,8 @@ class Engine:
         for attempt in submitted:
             self._attempts.add(attempt)
             for answer in attempt.answers:
+                if answer.finish is not None:
+                    continue
                 self._answers[answer.sequence] = (attempt, answer)
                 self._scheduler.add(answer.sequence)
         for attempt in cancelled:
@@ -127,6 +146,7 @@ class Engine:
             self._fail(overdue, ErrorCode.DEADLINE_EXCEEDED, "The request was not finished before its deadline.")
 
     def _run_step(self, scheduled: ScheduledStep) -> None:
+        started_at = self._monotonic()
         try:
             for start in scheduled.step.starts:
                 self.backend.start(start.slot, keep=start.keep, source=start.source)
@@ -138,6 +158,8 @@ class Engine:
             self._fail(attempts, ErrorCode.ENGINE_ERROR, "The model failed on this request.")
             return
         self._scheduler.complete(scheduled)
+        self._steps += 1
+        self._longest_step_s = max(self._longest_step_s, self._monotonic() - started_at)
         self._postprocess(scheduled, logits)
 
     def _postprocess(self, scheduled: ScheduledStep, logits: Logits) -> None:

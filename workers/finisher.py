@@ -127,7 +127,8 @@ class Finisher:
         with worker.connection.pipeline() as pipeline:
             worker.cleanup_execution(job, pipeline, running.execution)
             pipeline.execute()
-        if _status(job) == JobStatus.STARTED and job.worker_name == worker.name:
+        status, owner = worker.connection.hmget(job.key, "status", "worker_name")
+        if status == JobStatus.STARTED.encode() and owner == worker.name.encode():
             mark_cancelled(job)
 
 

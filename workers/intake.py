@@ -24,14 +24,15 @@ from rq.timeouts import BaseDeathPenalty
 from rq.worker.base import BaseWorker, WorkerStatus
 
 from shared.codec import request_from_payload
-from shared.domain import Accepted, Failed, GenerationRequest, Priority
+from shared.domain import Event, Failed, GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
+from shared.log import START, LogReader
 from shared.queue import CANCEL_COMMAND, DataJob, RequestQueue, rq_queue
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
 from workers.engine import Engine
 from workers.finisher import Finisher, RunningJob
-from workers.prepare import prepare
+from workers.prepare import carry_on, prepare
 from workers.prompt import PromptEncoder
 from workers.publisher import Publisher
 
@@ -73,6 +74,7 @@ class Intake(BaseWorker):
         finisher: Finisher,
         encoder: PromptEncoder,
         queue: RequestQueue,
+        reader: LogReader,
         on_ready: Callable[[], None],
         on_drain: Callable[[], None],
         monotonic: Callable[[], float] = time.monotonic,
@@ -91,6 +93,7 @@ class Intake(BaseWorker):
         self._finisher = finisher
         self._encoder = encoder
         self._requests = queue
+        self._reader = reader
         self._on_ready = on_ready
         self._is_ready = False
         self._on_drain = on_drain
@@ -200,6 +203,13 @@ class Intake(BaseWorker):
         assert isinstance(job, DataJob)
         running = RunningJob(job, queue)
         claim = self._with_patience(self._claimer(job.id))
+        while claim.outcome == "alone" and not self._stop_requested:
+            # Meanwhile the reaper may give it to a worker that has nothing else to do.
+            self._engine.wait_until_idle(IDLE_WAIT_S)
+            claim = self._with_patience(self._claimer(job.id))
+        if claim.outcome == "alone":
+            self._with_patience(lambda: self._put_back(job, queue))
+            return
         if claim.outcome != "claimed":
             self._refuse(running, claim.outcome)
             return
@@ -209,7 +219,7 @@ class Intake(BaseWorker):
         except RequestError as error:
             self._reject(running, Failed(error.code.value, error.message, error.param))
             return
-        attempt = Attempt(request, claim.attempt, deadline, 0, [])
+        attempt = Attempt(request, claim.attempt, deadline, 0, [], claim.is_alone)
         self._finisher.expect(attempt, running)
         self._publisher.open(attempt)
         self._begin(attempt)
@@ -228,7 +238,9 @@ class Intake(BaseWorker):
 
     def _claimer(self, request_id: str) -> Callable[[], Any]:
         token = uuid.uuid4().hex
-        return lambda: self._requests.claim(request_id, model=self._model, worker=self.name, token=token)
+        return lambda: self._requests.claim(
+            request_id, model=self._model, worker=self.name, token=token, is_idle=self._engine.in_flight == 0
+        )
 
     def _reject(self, running: RunningJob, failure: Failed) -> None:
         """End a claimed job in which there is no request: whoever waits for it must hear of it."""
@@ -240,11 +252,23 @@ class Intake(BaseWorker):
         """Prepare the prompts and start the engine on them, or reject the request."""
         try:
             prepare(attempt, self._encoder, self._engine.backend)
+            past = self._with_patience(lambda: self._past(attempt))
+            events = carry_on(attempt, past)
         except RequestError as error:
             self._publisher.put([(attempt, [Failed(error.code.value, error.message, error.param)])])
             return
-        self._publisher.put([(attempt, [Accepted(attempt.prompt_tokens)])])
-        self._engine.submit(attempt)
+        self._publisher.put([(attempt, events)])
+        if not attempt.is_finished:
+            self._engine.submit(attempt)
+
+    def _past(self, attempt: Attempt) -> list[Event]:
+        """What earlier attempts have written; nobody can add to it any more."""
+        events: list[Event] = []
+        position = START
+        while attempt.number > 1 and (page := self._reader.after(attempt.request.id, position)):
+            position = page[-1].id
+            events += [entry.event for entry in page]
+        return events
 
     def prepare_execution(self, job: Job) -> Execution:
         """RQ's record of a run, but not in its index of what a worker runs.
@@ -263,6 +287,13 @@ class Intake(BaseWorker):
         running.execution = self.prepare_execution(running.job)
         self.prepare_job_execution(running.job, remove_from_intermediate_queue=True)
         running.registered.set()
+
+    def _put_back(self, job: DataJob, queue: Queue) -> None:
+        """Return a job that was never claimed to the head of its queue."""
+        with self.connection.pipeline() as pipeline:
+            pipeline.lrem(queue.intermediate_queue_key, 1, job.id)
+            pipeline.lpush(queue.key, job.id)
+            pipeline.execute()
 
     def _refuse(self, running: RunningJob, outcome: str) -> None:
         """Deal with a job that is not to be run: it has ended, or someone else runs it."""

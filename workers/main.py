@@ -9,6 +9,7 @@ Threads, and what each may do:
 | publisher | the event logs | Redis |
 | finisher | RQ's records of ended jobs | Redis |
 | lease | the worker's lease, reaping | Redis |
+| watchdog | nothing; ends the process when the engine hangs | Redis, at the end |
 | RQ commands | nothing; forwards cancellations | Redis |
 """
 
@@ -25,9 +26,8 @@ from collections.abc import Callable
 import redis
 
 from shared.domain import Failed
-from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
-from shared.log import LogWriter
+from shared.log import LogReader, LogWriter
 from shared.queue import RequestQueue
 from shared.reaper import Reaper
 from shared.settings import WorkerSettings
@@ -42,6 +42,7 @@ from workers.models import load_backend, parse_model
 from workers.prompt import PromptEncoder
 from workers.publisher import Outcome, Publisher
 from workers.scheduler.scheduler import Scheduler
+from workers.watchdog import Watchdog
 
 STEP_TOKENS = 512
 """Most tokens in one step, when no answer is waiting for its next token."""
@@ -55,6 +56,9 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter while the engine, back from a step, waits for it."""
 
 JOIN_S = 5.0
+
+EXIT_BROKEN = 70
+"""The exit status of a worker that found itself unable to go on (sysexits.h calls it EX_SOFTWARE)."""
 
 logger = logging.getLogger("tokenmill.worker")
 
@@ -102,13 +106,14 @@ class Worker:
         )
         self._slots = description.slots
         self._fleet = Fleet(client)
-        requests = RequestQueue(client)
+        requests = self._requests = RequestQueue(client)
         self._finisher = Finisher()
         self._publisher = Publisher(
             LogWriter(client, self._name),
             self._ended,
             chunk_tokens=settings.chunk_tokens,
             chunk_delay_s=settings.chunk_delay,
+            abandon_s=settings.abandon,
         )
         scheduler = Scheduler(
             slots=description.slots,
@@ -118,6 +123,7 @@ class Worker:
             reuse=description.state_kind is StateKind.TRIMMABLE,
         )
         self._engine = Engine(backend, scheduler, self._publisher.put, slots=description.slots)
+        self._watchdog = Watchdog(self._engine, self._give_up, limit_s=settings.hang_timeout)
         self._lease = LeaseKeeper(
             client,
             self._fleet,
@@ -135,6 +141,7 @@ class Worker:
             finisher=self._finisher,
             encoder=encoder,
             queue=requests,
+            reader=LogReader(client),
             on_ready=self._announce,
             on_drain=self._drain,
         )
@@ -144,11 +151,12 @@ class Worker:
             "publisher": _thread("publisher", self._publisher.run),
             "finisher": _thread("finisher", self._finisher.run),
             "lease": _thread("lease", self._lease.run),
+            "watchdog": _thread("watchdog", self._watchdog.run),
         }
 
     def run(self) -> int:
         """Serve until asked to stop; 0 then, 1 if RQ's loop ended by itself."""
-        for name in ("engine", "publisher", "finisher"):
+        for name in ("engine", "publisher", "finisher", "watchdog"):
             self._threads[name].start()
         self._intake.work(logging_level="WARNING")
         return 0 if self._intake.was_asked_to_stop else 1
@@ -171,28 +179,40 @@ class Worker:
         )
 
     def _ended(self, attempt: Attempt, outcome: Outcome, failure: Failed | None) -> None:
-        if outcome is Outcome.FENCED:
+        # The engine is done with an attempt that it has ended itself; it may know nothing of another end.
+        if outcome is not Outcome.DONE:
             self._engine.cancel(attempt)
         self._finisher.ended(attempt, outcome, failure)
 
     def _drain(self) -> None:
-        """Finish what runs, within the drain timeout; end what is left with a retryable error."""
+        """Finish what runs, within the drain timeout; hand the rest over with what it has."""
         self._state = WorkerState.DRAINING
         with contextlib.suppress(*CONNECTION_ERRORS):
             self._lease.renew()
         if not self._engine.wait_until_idle(self._settings.drain_timeout):
-            failure = Failed(
-                ErrorCode.WORKER_LOST.value, "The worker was stopped before it finished. The request can be retried."
-            )
-            for attempt in self._publisher.attempts():
-                self._engine.cancel(attempt)
-                self._publisher.put([(attempt, [failure])])
+            self._stop("engine", self._engine.stop)
         self._stop("publisher", self._publisher.stop)
+        self._hand_over(died=False)
         self._stop("finisher", self._finisher.stop)
         self._stop("engine", self._engine.stop)
         self._stop("lease", self._lease.stop)
         with contextlib.suppress(*CONNECTION_ERRORS):
             self._fleet.leave(self._name)
+
+    def _hand_over(self, *, died: bool) -> None:
+        """Give what is not finished back to the queue. What fails here the reaper does once the lease is over."""
+        for attempt in self._publisher.attempts():
+            with contextlib.suppress(redis.RedisError):
+                self._requests.hand_over(attempt.request.id, worker=self._name, died=died)
+            self._publisher.drop(attempt)
+
+    def _give_up(self, stuck_s: float) -> None:
+        """End a process whose engine hangs; what it ran is carried on at once, and a supervisor starts another."""
+        logger.critical("the engine has made no progress for %.0f s: the worker exits", stuck_s)
+        self._publisher.stop()
+        self._threads["publisher"].join(JOIN_S)
+        self._hand_over(died=True)
+        os._exit(EXIT_BROKEN)
 
     def _stop(self, name: str, ask: Callable[[], None]) -> None:
         ask()
@@ -211,6 +231,6 @@ def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
             target()
         except BaseException:
             logger.critical("the %s thread died; the worker exits", name, exc_info=True)
-            os._exit(70)
+            os._exit(EXIT_BROKEN)
 
     return threading.Thread(target=guarded, name=name, daemon=True)

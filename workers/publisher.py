@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from shared.domain import Event, Failed, is_terminal
-from shared.log import Append, LogWriter
+from shared.domain import Event, Failed, Priority, is_terminal
+from shared.errors import ErrorCode
+from shared.log import Append, LogWriter, Written
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
 from workers.chunks import ChunkBatcher
@@ -21,6 +22,8 @@ from workers.chunks import ChunkBatcher
 RETRY_S = 0.25
 AWAKE = -math.inf
 ASLEEP_FOR_GOOD = math.inf
+
+ABANDONED = Failed(ErrorCode.CANCELLED.value, "Nobody was left to read the answer.")
 
 logger = logging.getLogger("tokenmill.publisher")
 
@@ -42,6 +45,7 @@ class _Outbox:
     """What one attempt has not sent yet, and the number of its next entry.
 
     `is_closed` once its terminal event was put: whatever comes after that is too late.
+    `unheard_since` is the time since which nobody has listened.
     """
 
     def __init__(self, attempt: Attempt, batcher: ChunkBatcher) -> None:
@@ -49,10 +53,15 @@ class _Outbox:
         self.batcher = batcher
         self.next_seq = 1
         self.is_closed = False
+        self.unheard_since: float | None = None
 
 
 class Publisher:
-    """Batches and writes. `put` may be called from any thread and never blocks on Redis."""
+    """Batches and writes. `put` may be called from any thread and never blocks on Redis.
+
+    An interactive request to which nobody has listened for `abandon_s` is ended: its client is gone, and
+    so is the front end that should have said so.
+    """
 
     def __init__(
         self,
@@ -61,12 +70,14 @@ class Publisher:
         *,
         chunk_tokens: int,
         chunk_delay_s: float,
+        abandon_s: float = math.inf,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writer = writer
         self._ended = ended
         self._chunk_tokens = chunk_tokens
         self._chunk_delay_s = chunk_delay_s
+        self._abandon_s = abandon_s
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._outboxes: dict[Attempt, _Outbox] = {}
@@ -151,10 +162,22 @@ class Publisher:
                 self.drop(box.attempt)
                 continue
             box.next_seq += len(events)
+            self._listen(box, was_written)
             last = events[-1]
             if is_terminal(last):
                 failure = last if isinstance(last, Failed) else None
                 self._close(box.attempt, Outcome.FAILED if failure else Outcome.DONE, failure)
+
+    def _listen(self, box: _Outbox, written: Written) -> None:
+        """End what nobody has listened to for too long."""
+        now = self._monotonic()
+        if written is Written.HEARD or box.attempt.request.priority is Priority.BACKGROUND:
+            box.unheard_since = None
+        elif box.unheard_since is None:
+            box.unheard_since = now
+        elif now - box.unheard_since >= self._abandon_s:
+            logger.info("nobody listens to request %s: it is ended", box.attempt.request.id)
+            self.put([(box.attempt, [ABANDONED])])
 
     def _close(self, attempt: Attempt, outcome: Outcome, failure: Failed | None) -> None:
         """Report the end of an attempt, if nobody has."""
@@ -163,7 +186,7 @@ class Publisher:
         if closed is not None:
             self._ended(attempt, outcome, failure)
 
-    def _append_with_patience(self, batch: list[Append]) -> list[bool]:
+    def _append_with_patience(self, batch: list[Append]) -> list[Written]:
         """Write the batch, however long Redis is away. The explicit ids make repeating it harmless."""
         complained = False
         while True:

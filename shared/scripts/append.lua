@@ -5,8 +5,8 @@
 --   stream  tokenmill:log:<id>
 -- ARGV, for each item: id, channel, attempt, number of the first entry, state that this ends in (''
 --   while it runs), how many events, events...
--- Returns for each item 1, also when these very entries were written before (a batch sent twice), or
--- 0 when this attempt no longer holds the request.
+-- Returns for each item 1, also when these very entries were written before (a batch sent twice), 2 when
+-- they were written and nobody listens, or 0 when this attempt no longer holds the request.
 local function append(request_key, log_key, at)
   local attempt, ends_in = ARGV[at + 2], ARGV[at + 4]
   local seq, count = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 5])
@@ -21,10 +21,11 @@ local function append(request_key, log_key, at)
     return 0
   end
   redis.call('HSET', request_key, 'seq', seq + count - 1)
+  local listeners = 0
   for i = 0, count - 1 do
     local id, event = attempt .. '-' .. (seq + i), ARGV[at + 6 + i]
     redis.call('XADD', log_key, id, 'e', event)
-    redis.call('PUBLISH', ARGV[at + 1], id .. ' ' .. event)
+    listeners = redis.call('PUBLISH', ARGV[at + 1], id .. ' ' .. event)
   end
   if ends_in ~= '' then
     redis.call('HSET', request_key, 'state', ends_in)
@@ -34,7 +35,7 @@ local function append(request_key, log_key, at)
   elseif seq == 1 then
     redis.call('PEXPIRE', log_key, redis.call('PTTL', request_key))
   end
-  return 1
+  return listeners > 0 and 1 or 2
 end
 
 local written = {}

@@ -4,9 +4,11 @@
 -- KEYS[2] sorted set  tokenmill:waiting:<model>
 -- KEYS[3] set         tokenmill:running:<worker>
 -- ARGV: id, worker, prefix of the workers' lease keys, ms that the set outlives a worker, a token
---       of this call: the same call sent twice gets the same answer
--- Returns {'claimed', attempt, ms until the deadline} | {'gone' | 'ended' | 'running' | 'expired'}
-local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline', 'claim', 'attempt')
+--       of this call: the same call sent twice gets the same answer, after how many deaths of workers
+--       it may only run alone, 1 if nothing else runs on this worker
+-- Returns {'claimed', attempt, ms until the deadline, deaths}
+--   | {'gone' | 'ended' | 'running' | 'expired' | 'alone': it must, and something else runs}
+local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline', 'claim', 'attempt', 'deaths')
 local state = request[1]
 if not state then
   return {'gone'}
@@ -19,7 +21,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local remaining = tonumber(request[3]) - now
 if state == 'running' then
   if request[4] == ARGV[5] then
-    return {'claimed', tonumber(request[5]), remaining}
+    return {'claimed', tonumber(request[5]), remaining, tonumber(request[6] or 0)}
   end
   if redis.call('EXISTS', ARGV[3] .. request[2]) == 1 then
     return {'running'}
@@ -28,9 +30,13 @@ end
 if remaining <= 0 then
   return {'expired'}
 end
+local deaths = tonumber(request[6] or 0)
+if deaths >= tonumber(ARGV[6]) and ARGV[7] ~= '1' then
+  return {'alone'}
+end
 local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
 redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[2], 'claim', ARGV[5], 'seq', 0)
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
-return {'claimed', attempt, remaining}
+return {'claimed', attempt, remaining, deaths}

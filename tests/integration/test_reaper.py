@@ -15,8 +15,8 @@ from shared import keys
 from shared.domain import Accepted, Failed, Priority
 from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
-from shared.log import START, Append, LogReader, LogWriter
-from shared.queue import DataJob, RequestQueue
+from shared.log import START, Append, LogReader, LogWriter, Written
+from shared.queue import MOST_DEATHS, DataJob, RequestQueue
 from shared.reaper import UNCLAIMED_AFTER_S, Reaper
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")
@@ -104,25 +104,92 @@ def status(client: "redis.Redis", name: str) -> JobStatus:
     return Job.fetch(name, connection=client, serializer=JSONSerializer).get_status()
 
 
-def test_what_a_dead_worker_ran_ends_in_a_retryable_error(
+def test_what_a_dead_worker_ran_goes_back_to_the_head_of_its_queue(
     client: "redis.Redis", queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
 ) -> None:
     live("dead")
     run_by(queue, client, "dead", "one")
     run_by(queue, client, "dead", "two")
     LogWriter(client, "dead").append([Append("two", 1, 1, [Accepted(3)])])
+    submit(queue, "waits")
     fleet.leave("dead")
 
     turns.reap()
 
-    for name in ("one", "two"):
-        event = last_event(client, name)
-        assert isinstance(event, Failed)
-        assert event.code == ErrorCode.WORKER_LOST.value
-        assert status(client, name) is JobStatus.FAILED
-    assert set(FailedJobRegistry(INTERACTIVE, connection=client).get_job_ids(cleanup=False)) == {"one", "two"}
+    assert LogReader(client).state("one") == LogReader(client).state("two") == "queued"
+    assert status(client, "one") is status(client, "two") is JobStatus.QUEUED
+    waiting = Queue(INTERACTIVE, connection=client).job_ids
+    assert set(waiting[:2]) == {"one", "two"}
+    assert waiting[2:] == ["waits"]
+    assert queue.depth("fake") == 3
+    assert queue.claim("two", model="fake", worker="alive", token="t").attempt == 2
     assert client.smembers(keys.WORKERS) == set()
     assert not client.exists(keys.running("dead"))
+
+
+def test_a_dead_worker_cannot_write_to_what_waits_for_another(
+    client: "redis.Redis", queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
+) -> None:
+    live("dead")
+    run_by(queue, client, "dead", "one")
+    fleet.leave("dead")
+    turns.reap()
+
+    assert LogWriter(client, "dead").append([Append("one", 1, 1, [Accepted(3)])]) == [Written.FENCED]
+    assert last_event(client, "one") is None
+
+
+def test_what_has_ended_three_workers_is_ended_and_kept_apart(
+    client: "redis.Redis", queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
+) -> None:
+    submit(queue, "poison")
+    for number in range(1, MOST_DEATHS + 1):
+        worker = f"dead-{number}"
+        live(worker)
+        take(client, "poison")
+        assert queue.claim("poison", model="fake", worker=worker, token=worker).attempt == number
+        client.lrem(between(client), 1, "poison")
+        fleet.leave(worker)
+        turns.reap()
+
+    event = last_event(client, "poison")
+    assert isinstance(event, Failed)
+    assert event.code == ErrorCode.POISONOUS.value
+    assert status(client, "poison") is JobStatus.FAILED
+    failed = FailedJobRegistry(INTERACTIVE, connection=client)
+    assert failed.get_job_ids(cleanup=False) == ["poison"]
+    assert Queue(INTERACTIVE, connection=client).job_ids == []
+
+
+def test_what_has_ended_two_workers_runs_only_alone(
+    queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
+) -> None:
+    submit(queue, "suspect")
+    for worker in ("dead-1", "dead-2"):
+        live(worker)
+        claim = queue.claim("suspect", model="fake", worker=worker, token=worker, is_idle=False)
+        assert (claim.outcome, claim.is_alone) == ("claimed", False)
+        fleet.leave(worker)
+        turns.reap()
+
+    assert queue.claim("suspect", model="fake", worker="c", token="c", is_idle=False).outcome == "alone"
+    claim = queue.claim("suspect", model="fake", worker="c", token="c", is_idle=True)
+    assert (claim.outcome, claim.attempt, claim.is_alone) == ("claimed", 3, True)
+
+
+def test_what_has_no_job_left_ends_in_a_retryable_error(
+    client: "redis.Redis", queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
+) -> None:
+    live("dead")
+    run_by(queue, client, "dead", "one")
+    client.delete(DataJob.key_for("one"))
+    fleet.leave("dead")
+
+    turns.reap()
+
+    event = last_event(client, "one")
+    assert isinstance(event, Failed)
+    assert event.code == ErrorCode.WORKER_LOST.value
 
 
 def test_what_a_live_worker_runs_goes_on(

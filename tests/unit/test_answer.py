@@ -55,6 +55,7 @@ def play(
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         logprobs=logprobs,
+        vocabulary=len(pieces) + 1,
     )
     chunks = []
     for token in range(len(pieces) + 1):

@@ -97,7 +97,7 @@ class Stage:
         assert all(shares.get(one) == 1 for one in decoding)
         assert sum(shares.values()) <= max(self.step_tokens, self.slots)
         if decoding:
-            prefill = sum(share for one, share in shares.items() if one not in decoding)
+            prefill = sum(share for share in shares.values() if share > 1)
             prefilling = sum(one.slot is not None for one in self.live) - len(decoding)
             assert prefill <= self.prefill_chunk * min(max(1, prefilling / len(decoding)), MOST_PREFILL_CHUNKS)
         assert step.work or not self.live

@@ -5,7 +5,9 @@ backend. Its next-token distribution is a function of the tokens so far, so gree
 repeat; its state can be cut back, or not if asked, so both kinds can be tried.
 """
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from workers.backends.protocol import Description, Logits, SlotWork, StepError
 from workers.detokenise import ByteDetokeniser, Detokeniser
 
 END, START, POISON = 256, 257, 258
+CRASH = 0xFF
+"""Ends the process that computes it, as a bug in native code would. A byte of no UTF-8: only token prompts hold it."""
 SPECIAL = {END: "<|end|>", START: "<|start|>", POISON: "<|poison|>"}
 SPECIAL_PATTERN = re.compile(f"({'|'.join(map(re.escape, SPECIAL.values()))})")
 FIRST_WORD = 259
@@ -38,7 +42,8 @@ class FakeOptions:
     """`fake:` options, given as `fake:pace=0.01&context=4096`.
 
     `pace` is seconds per step, `prefill` seconds per prompt token, `end_every` the mean length of an
-    answer that nothing else ends (0: endless). With `recurrent` its state cannot be cut back.
+    answer that nothing else ends (0: endless). With `recurrent` its state cannot be cut back. After
+    `hang_after` steps (0: never) it returns from none any more.
     """
 
     pace: float = 0.0
@@ -46,6 +51,7 @@ class FakeOptions:
     end_every: int = 64
     context: int = 4096
     recurrent: int = 0
+    hang_after: int = 0
 
 
 def parse_options(text: str) -> FakeOptions:
@@ -120,6 +126,7 @@ class FakeBackend:
     def __init__(self, options: FakeOptions, *, slots: int, sleep: Callable[[float], None] = time.sleep) -> None:
         self._options = options
         self._sleep = sleep
+        self._steps = 0
         self._slots = [_Slot() for _ in range(slots)]
         self._table = np.random.default_rng(0).normal(0.0, 2.0, (TABLE_ROWS, VOCABULARY)).astype(np.float32)
         self._table[:, :FIRST_WORD] = -np.inf
@@ -141,7 +148,12 @@ class FakeBackend:
         pause = options.pace + options.prefill * prefilled
         if pause > 0:
             self._sleep(pause)
+        self._steps += 1
+        while options.hang_after and self._steps >= options.hang_after:
+            self._sleep(60.0)
         for item in work:
+            if CRASH in item.tokens:
+                os.kill(os.getpid(), signal.SIGKILL)
             if POISON in item.tokens:
                 raise StepError(f"slot {item.slot} was fed {SPECIAL[POISON]}")
             self._advance(item)

@@ -1,0 +1,41 @@
+-- Gives a running request back to the queue, at its head, so that another attempt carries it on. The attempt
+-- that ran it is fenced: the request does not run any more.
+-- KEYS[1] hash        tokenmill:request:<id>
+-- KEYS[2] sorted set  tokenmill:waiting:<model>
+-- KEYS[3] set         tokenmill:running:<worker>
+-- KEYS[4] list        RQ's queue
+-- KEYS[5] list        RQ's intermediate queue
+-- KEYS[6] sorted set  RQ's started registry
+-- KEYS[7] hash        RQ's job
+-- ARGV: id, worker that must hold it, 1 if that worker died of something, how many deaths are too many
+-- Returns 'queued' | 'poison': it has ended too many workers, and is left as it is | 'jobless': there is no
+--   job to queue, and it is left as it is | 'lost': it is not, or no longer, that worker's
+local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline')
+if request[1] ~= 'running' or request[2] ~= ARGV[2] then
+  return 'lost'
+end
+if redis.call('HEXISTS', KEYS[7], 'data') == 0 then
+  return 'jobless'
+end
+if ARGV[3] == '1' and redis.call('HINCRBY', KEYS[1], 'deaths', 1) >= tonumber(ARGV[4]) then
+  return 'poison'
+end
+redis.call('HSET', KEYS[1], 'state', 'queued')
+redis.call('HDEL', KEYS[1], 'worker', 'claim')
+redis.call('SREM', KEYS[3], ARGV[1])
+redis.call('ZADD', KEYS[2], request[3], ARGV[1])
+local ttl = redis.call('PTTL', KEYS[1])
+if redis.call('PTTL', KEYS[2]) < ttl then
+  redis.call('PEXPIRE', KEYS[2], ttl)
+end
+for _, member in ipairs(redis.call('ZRANGE', KEYS[6], 0, -1)) do
+  if string.sub(member, 1, #ARGV[1] + 1) == ARGV[1] .. ':' then
+    redis.call('ZREM', KEYS[6], member)
+  end
+end
+redis.call('HSET', KEYS[7], 'status', 'queued')
+redis.call('HDEL', KEYS[7], 'worker_name', 'started_at')
+redis.call('LREM', KEYS[5], 0, ARGV[1])
+redis.call('LREM', KEYS[4], 0, ARGV[1])
+redis.call('LPUSH', KEYS[4], ARGV[1])
+return 'queued'
