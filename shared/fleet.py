@@ -66,8 +66,12 @@ class Fleet:
         self._client = client
 
     def renew(self, worker: WorkerInfo, *, lease_s: float) -> None:
-        """Announce the worker and keep it alive for another `lease_s`."""
+        """Announce the worker and keep it alive for another `lease_s`.
+
+        The latter also while Redis is out of memory: then it takes no news, and lets any lease be extended.
+        """
         lease_ms = int(lease_s * 1000)
+        self._client.pexpire(keys.worker(worker.name), lease_ms)
         with self._client.pipeline() as pipeline:
             pipeline.hset(keys.worker(worker.name), "info", msgspec.json.encode(worker))
             pipeline.pexpire(keys.worker(worker.name), lease_ms)

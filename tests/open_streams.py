@@ -38,19 +38,21 @@ def answers(front_end: FrontEnd) -> bool:
 
 
 class OpenStream:
-    """Reads one streamed completion to its end, on a thread of its own."""
+    """Reads one completion to its end, on a thread of its own; streamed, unless told otherwise."""
 
-    def __init__(self, front_end: FrontEnd, max_tokens: int) -> None:
+    def __init__(self, front_end: FrontEnd, max_tokens: int, *, stream: bool = True) -> None:
         self.raw = ""
+        self.status = 0
         self.error: Exception | None = None
         self._url = f"{front_end.url}/v1/completions"
-        self._body = body(max_tokens, stream=True)
+        self._body = body(max_tokens, stream=stream)
         self._thread = threading.Thread(target=self._read, name="reader", daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
             with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
+                self.status = answer.status_code
                 for piece in answer.iter_text():
                     self.raw += piece
         except Exception as error:
@@ -59,7 +61,7 @@ class OpenStream:
     @property
     def text(self) -> str:
         """The text so far."""
-        bodies = [json.loads(data) for _, data in events(self.raw) if data.startswith("{")]
+        bodies = [json.loads(data) for data in self._bodies() if data.startswith("{")]
         return "".join(choice["text"] for body in bodies for choice in body.get("choices", ()))
 
     @property
@@ -70,7 +72,7 @@ class OpenStream:
 
     @property
     def is_complete(self) -> bool:
-        return self._last() == "[DONE]"
+        return self._last() == "[DONE]" or (self.status == 200 and self.raw.startswith("{") and self.has_ended)
 
     @property
     def has_ended(self) -> bool:
@@ -90,6 +92,8 @@ class OpenStream:
         assert self.is_complete or self.failure, self.raw[-300:]
         return self
 
+    def _bodies(self) -> list[str]:
+        return [self.raw] if self.raw.startswith("{") else [data for _, data in events(self.raw)]
+
     def _last(self) -> str:
-        found = events(self.raw)
-        return found[-1][1] if found else ""
+        return (self._bodies() or [""])[-1]

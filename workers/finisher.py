@@ -110,16 +110,18 @@ class Finisher:
     def _finish(self, running: RunningJob, outcome: Outcome, failure: Failed | None) -> None:
         job, rq_queue, execution, worker = running.job, running.queue, running.execution, self.worker
         assert execution is not None
+        if outcome is Outcome.FENCED:
+            self._release(running)
+            return
+        # Of a job that Redis has lost it would leave a record for ever; whoever ended one is not fenced.
         worker.handle_execution_ended(job, rq_queue, heartbeat_ttl=60)
         if outcome is Outcome.DONE:
             worker.handle_job_success(job, rq_queue, rq_queue.started_job_registry, execution)
-        elif outcome is Outcome.FAILED:
+        else:
             assert failure is not None
             worker.handle_job_failure(
                 job, rq_queue, exc_string=f"{failure.code}: {failure.message}", execution=execution
             )
-        else:
-            self._release(running)
 
     def _release(self, running: RunningJob) -> None:
         """Drop our hold on a job whose request was ended or taken over elsewhere."""

@@ -19,9 +19,12 @@ from rq.command import handle_command, parse_payload
 from rq.exceptions import DequeueTimeout
 from rq.executions import Execution
 from rq.job import Job
+from rq.registry import clean_registries
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
+from rq.utils import now
 from rq.worker.base import BaseWorker, WorkerStatus
+from rq.worker_registration import clean_worker_registry
 
 from shared.codec import request_from_payload
 from shared.domain import Event, Failed, GenerationRequest, Priority
@@ -41,6 +44,10 @@ BACKGROUND_POLL_S = 0.2
 """How long an idle worker may wait for an interactive job before it looks for a background one."""
 
 RQ_HEARTBEAT_S = 5.0
+RQ_SILENCE_S = 24 * 3600
+"""After so long without a heartbeat RQ calls a running job abandoned, by the clock of whichever host looks. Who is
+dead the reaper knows, by leases; so this only has to be more than clocks can be wrong by."""
+
 RECONNECT_S = 0.5
 JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
 """What RQ accepts as one."""
@@ -183,7 +190,23 @@ class Intake(BaseWorker):
             return
         self._last_rq_heartbeat = now
         with self._patience("tell RQ of this worker"):
+            if pipeline is None and self.birth_date and not self.connection.hexists(self.key, "birth"):
+                # Redis came back without it.
+                self.connection.delete(self.key)
+                self.register_birth()  # type: ignore[no-untyped-call]
             super().heartbeat(timeout, pipeline)
+
+    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002
+        return RQ_SILENCE_S
+
+    def clean_registries(self) -> None:
+        """RQ's tidying, without its own search for jobs that were taken and never begun: it goes by clocks as well."""
+        for queue in self.queues:
+            if queue.acquire_maintenance_lock():
+                clean_registries(queue)
+                clean_worker_registry(queue)
+                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+        self.last_cleaned_at = now()  # type: ignore[assignment]  # RQ says None, and means until the first time
 
     def run_maintenance_tasks(self) -> None:
         with self._patience("tidy RQ's registries"):
@@ -313,6 +336,11 @@ class Intake(BaseWorker):
                 time.sleep(RECONNECT_S)
 
     # --- commands and the end ---
+
+    def _pubsub_exception_handler(self, exc: Exception, *_: Any) -> None:
+        """Keep listening, whatever happens: RQ's own version ends the thread on a timeout."""
+        logger.warning("RQ's commands cannot be heard: %s", exc, exc_info=not isinstance(exc, CONNECTION_ERRORS))
+        time.sleep(RECONNECT_S)
 
     def handle_payload(self, message: Any) -> None:
         """Commands on RQ's channel: ours to let a request go, RQ's to stop a job or the worker."""

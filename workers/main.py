@@ -37,7 +37,7 @@ from workers.backends.protocol import Backend
 from workers.engine import Engine
 from workers.finisher import Finisher
 from workers.intake import Intake
-from workers.lease import LeaseKeeper
+from workers.lease import RENEWALS_PER_LEASE, LeaseKeeper
 from workers.models import load_backend, parse_model
 from workers.prompt import PromptEncoder
 from workers.publisher import Outcome, Publisher
@@ -56,6 +56,7 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter while the engine, back from a step, waits for it."""
 
 JOIN_S = 5.0
+LEASE_TIMEOUT_AT_LEAST_S = 1.0
 
 EXIT_BROKEN = 70
 """The exit status of a worker that found itself unable to go on (sysexits.h calls it EX_SOFTWARE)."""
@@ -105,7 +106,11 @@ class Worker:
             created=int(time.time()),
         )
         self._slots = description.slots
-        self._fleet = Fleet(client)
+        # A connection that has gone silent must be given up in less time than the lease has left.
+        lease_client = connect(
+            settings.redis, socket_timeout_s=max(settings.lease / RENEWALS_PER_LEASE, LEASE_TIMEOUT_AT_LEAST_S)
+        )
+        self._fleet = Fleet(lease_client)
         requests = self._requests = RequestQueue(client)
         self._finisher = Finisher()
         self._publisher = Publisher(
@@ -125,9 +130,9 @@ class Worker:
         self._engine = Engine(backend, scheduler, self._publisher.put, slots=description.slots)
         self._watchdog = Watchdog(self._engine, self._give_up, limit_s=settings.hang_timeout)
         self._lease = LeaseKeeper(
-            client,
+            lease_client,
             self._fleet,
-            Reaper(client, requests, name=self._name),
+            Reaper(lease_client, RequestQueue(lease_client), name=self._name),
             self._publisher,
             self._describe,
             lease_s=settings.lease,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import redis
 from launched import Up
+from redis.exceptions import ExecAbortError
 from servers import FrontEnd, Valkey, free_port
 from worker_processes import WorkerProcess
 
 from shared.errors import StoreAwayError, StoreError
-from shared.store import check, connect, without_password
+from shared.store import CONNECTION_ERRORS, check, connect, without_password
 
 
 @pytest.fixture
@@ -104,6 +105,32 @@ def test_nobody_there_is_told_apart_from_somebody_unfit(connect_to: "Callable[[s
 
     with pytest.raises(StoreAwayError, match=r"cannot reach Redis at redis://127\.0\.0\.1:"):
         check(connect_to(url), url)
+
+
+# -- a Redis that takes nothing now --
+
+
+def test_being_out_of_memory_is_like_being_away_however_redis_says_it(
+    own_valkey: Valkey, connect_to: "Callable[[str], redis.Redis]"
+) -> None:
+    client = connect_to(own_valkey.url)
+    write = client.register_script("redis.call('SET', KEYS[1], 'x')")
+    facts: Any = client.info("memory")
+    client.config_set("maxmemory", facts["used_memory"] + 300_000)
+    with client.pipeline() as pipeline, pytest.raises(ExecAbortError):
+        # There is room for what is written, and then what is read by this name fills it, before EXEC.
+        pipeline.set("key", "x").get("k" * 1_000_000).execute()
+    assert issubclass(ExecAbortError, CONNECTION_ERRORS)
+    client.config_set("maxmemory", 1)
+
+    with pytest.raises(CONNECTION_ERRORS):
+        client.set("key", "x")
+    with pytest.raises(CONNECTION_ERRORS):
+        write(keys=["key"])
+    with client.pipeline() as pipeline, pytest.raises(CONNECTION_ERRORS):
+        pipeline.set("key", "x").execute()
+    client.config_set("maxmemory", 0)
+    assert not client.exists("key")
 
 
 # -- URLs --
