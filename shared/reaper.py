@@ -2,8 +2,8 @@
 
 A worker is dead when its lease has expired. What it had claimed goes back to the head of its queue, to
 be carried on by another, unless it has ended too many; what it had taken off the queue and not yet
-claimed goes back as well. One process at a time reaps,
-under a lock that expires by itself.
+claimed goes back as well; and of what had ended without RQ being told, RQ's record is put right. One process
+at a time reaps, under a lock that expires by itself.
 """
 
 import logging
@@ -16,7 +16,7 @@ from rq import Queue
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
-from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
@@ -24,12 +24,15 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 from shared import keys
 from shared.domain import Failed
 from shared.errors import ErrorCode
-from shared.queue import FAILURE_TTL_S, MOST_DEATHS, DataJob, Handover, RequestQueue
+from shared.queue import FAILURE_TTL_S, MOST_DEATHS, RESULT_TTL_S, DataJob, Handover, RequestQueue, mark_cancelled
 from shared.store import as_text, script
 
 INTERVAL_S = 2.0
 UNCLAIMED_AFTER_S = 10.0
 """A job that lies this long between queue and claim was taken by a worker that died right then."""
+
+UNFINISHED_AFTER_S = 10.0
+"""A request that has ended and for so long is started to RQ was run by a worker that died before it told RQ."""
 
 POISONOUS = Failed(
     ErrorCode.POISONOUS.value,
@@ -43,7 +46,7 @@ logger = logging.getLogger("tokenmill.reaper")
 
 
 class Reaper:
-    """Reaps when called; keeps between calls only when it first saw each unclaimed job."""
+    """Reaps when called; keeps between calls only when it first saw each unclaimed or unfinished job."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Reaper:
         self._monotonic = monotonic
         self._rescue = script(client, "rescue")
         self._unclaimed_since: dict[tuple[str, bytes], float] = {}
+        self._unfinished_since: dict[tuple[str, str], float] = {}
 
     def run_once(self) -> None:
         """Reap, unless another process did so within the interval."""
@@ -69,6 +73,7 @@ class Reaper:
             if not self._client.exists(keys.worker(worker)):
                 self._bury(worker)
         self._rescue_unclaimed()
+        self._finish_ended()
 
     def _bury(self, worker: str) -> None:
         """Give back everything that a dead worker had claimed, then forget the worker."""
@@ -105,11 +110,9 @@ class Reaper:
 
     def _fail_job(self, request_id: str, reason: str) -> None:
         """Make RQ's records say what happened to the job."""
-        raw = self._client.hgetall(DataJob.key_for(request_id))
-        if not raw:
+        job = self._job(request_id)
+        if job is None:
             return
-        job = DataJob(request_id, connection=self._client, serializer=JSONSerializer)
-        job.restore(raw)
         started = StartedJobRegistry(job.origin, connection=self._client, job_class=DataJob)
         with self._client.pipeline() as pipeline:
             for member in self._client.zrange(started.key, 0, -1):
@@ -120,6 +123,55 @@ class Reaper:
                 job, ttl=FAILURE_TTL_S, exc_string=reason, pipeline=pipeline
             )
             pipeline.execute()
+
+    def _job(self, request_id: str) -> DataJob | None:
+        raw = self._client.hgetall(DataJob.key_for(request_id))
+        if not raw:
+            return None
+        job = DataJob(request_id, connection=self._client, serializer=JSONSerializer)
+        job.restore(raw)
+        return job
+
+    def _finish_ended(self) -> None:
+        """Put RQ's records right of requests that ended too long ago to be started still."""
+        now = self._monotonic()
+        seen: dict[tuple[str, str], float] = {}
+        for name in self._queue_names():
+            started = StartedJobRegistry(name, connection=self._client, job_class=DataJob).key
+            members = [as_text(raw) for raw in self._client.zrange(started, 0, -1)]
+            with self._client.pipeline(transaction=False) as pipeline:
+                for member in members:
+                    pipeline.hget(keys.request(member.partition(":")[0]), "state")
+                states = pipeline.execute()
+            for member, state in zip(members, states, strict=True):
+                since = self._unfinished_since.get((started, member), now)
+                if state in (b"queued", b"running"):
+                    continue
+                if now - since < UNFINISHED_AFTER_S:
+                    seen[(started, member)] = since
+                    continue
+                self._client.zrem(started, member)
+                self._finish_job(member.partition(":")[0], as_text(state or b"gone"))
+        self._unfinished_since = seen
+
+    def _finish_job(self, request_id: str, state: str) -> None:
+        """Make RQ's record of a started job say that it has ended, unless it does."""
+        job = self._job(request_id)
+        if job is None or job.get_status(refresh=False) is not JobStatus.STARTED:
+            return
+        if state == "cancelled":
+            mark_cancelled(job)
+        elif state == "done":
+            with self._client.pipeline() as pipeline:
+                job.set_status(JobStatus.FINISHED, pipeline=pipeline)
+                FinishedJobRegistry(job.origin, connection=self._client, job_class=DataJob).add(
+                    job, RESULT_TTL_S, pipeline=pipeline
+                )
+                pipeline.expire(job.key, RESULT_TTL_S)
+                pipeline.execute()
+        else:
+            self._fail_job(request_id, f"the request is {state}")
+        logger.warning("RQ was not told of the end of request %s: it is %s", request_id, state)
 
     def _rescue_unclaimed(self) -> None:
         """Put back jobs that lie in RQ's intermediate queues for too long."""

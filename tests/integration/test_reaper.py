@@ -6,9 +6,10 @@ import pytest
 import redis
 from asking import request
 from rq import Queue
+from rq.executions import Execution
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job, JobStatus
-from rq.registry import FailedJobRegistry
+from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from shared import keys
@@ -17,7 +18,7 @@ from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
 from shared.log import START, Append, LogReader, LogWriter, Written
 from shared.queue import MOST_DEATHS, DataJob, RequestQueue
-from shared.reaper import UNCLAIMED_AFTER_S, Reaper
+from shared.reaper import UNCLAIMED_AFTER_S, UNFINISHED_AFTER_S, Reaper
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")
 
@@ -93,6 +94,16 @@ def run_by(queue: RequestQueue, client: "redis.Redis", worker: str, name: str) -
     take(client, name)
     assert queue.claim(name, model="fake", worker=worker, token=worker).outcome == "claimed"
     client.lrem(between(client), 1, name)
+
+
+def start_in_rq(client: "redis.Redis", worker: str, name: str) -> None:
+    """Tell RQ that a job runs, as a worker does."""
+    job = DataJob.fetch(name, connection=client, serializer=JSONSerializer)
+    with client.pipeline() as pipeline:
+        Execution.create(job, 60, pipeline)
+        job.prepare_for_execution(worker, pipeline=pipeline)
+        pipeline.persist(job.key)
+        pipeline.execute()
 
 
 def last_event(client: "redis.Redis", name: str) -> object:
@@ -232,6 +243,52 @@ def test_what_had_ended_before_its_worker_died_stays_as_it_was(
     turns.reap()
 
     assert last_event(client, "one") == CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [("done", JobStatus.FINISHED), ("failed", JobStatus.FAILED), ("cancelled", JobStatus.CANCELED)],
+)
+def test_rq_is_told_of_what_ended_just_before_its_worker_died(
+    client: "redis.Redis",
+    queue: RequestQueue,
+    fleet: Fleet,
+    live: Callable[[str], None],
+    turns: Turns,
+    state: str,
+    said: JobStatus,
+) -> None:
+    live("dead")
+    run_by(queue, client, "dead", "one")
+    start_in_rq(client, "dead", "one")
+    client.hset(keys.request("one"), "state", state)
+    client.delete(keys.running("dead"))
+    fleet.leave("dead")
+
+    turns.reap()
+    turns.now = UNFINISHED_AFTER_S - 0.1
+    turns.reap()
+    assert status(client, "one") is JobStatus.STARTED
+    turns.now = UNFINISHED_AFTER_S
+    turns.reap()
+
+    assert status(client, "one") is said
+    assert StartedJobRegistry(INTERACTIVE, connection=client).get_job_ids(cleanup=False) == []
+    assert client.ttl(DataJob.key_for("one")) > 0
+
+
+def test_rq_is_told_nothing_of_what_still_runs(
+    client: "redis.Redis", queue: RequestQueue, live: Callable[[str], None], turns: Turns
+) -> None:
+    live("alive")
+    run_by(queue, client, "alive", "one")
+    start_in_rq(client, "alive", "one")
+
+    for turns.now in (0.0, UNFINISHED_AFTER_S):
+        turns.reap()
+
+    assert status(client, "one") is JobStatus.STARTED
+    assert StartedJobRegistry(INTERACTIVE, connection=client).get_job_ids(cleanup=False) == ["one"]
 
 
 def test_one_process_reaps_at_a_time(
