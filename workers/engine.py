@@ -153,8 +153,8 @@ class Engine:
             logits = self.backend.step(scheduled.step.work)
         except StepError as error:
             logger.error("a step with %d sequences failed: %s", len(scheduled.sequences), error)
-            self._scheduler.fail(scheduled)
-            attempts = {attempt for attempt, _ in map(self._answers.__getitem__, scheduled.sequences)}
+            at_fault = self._scheduler.fail(scheduled)
+            attempts = {attempt for attempt, _ in map(self._answers.__getitem__, at_fault)}
             self._fail(attempts, ErrorCode.ENGINE_ERROR, "The model failed on this request.")
             return
         self._scheduler.complete(scheduled)

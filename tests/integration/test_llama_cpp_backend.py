@@ -9,14 +9,15 @@ import pytest
 
 pytest.importorskip("llama_cpp")
 
-from asking import OneProcess, logprobs_of, reasons_of, request, text_of, tokens_of, usage_of
+import llama_cpp
+from asking import OneProcess, failure_of, logprobs_of, reasons_of, request, text_of, tokens_of, usage_of
 from servers import wait_until
 
 from shared.domain import ChatMessage, ChatPrompt, FinishReason, SamplingParams, TextPrompt, TokenPrompt
-from shared.errors import ModelLoadError
+from shared.errors import ErrorCode, ModelLoadError
 from shared.fleet import StateKind
 from workers.backends.llama_cpp import LlamaCppBackend, load
-from workers.backends.protocol import SlotWork
+from workers.backends.protocol import SlotWork, StepError
 from workers.detokenise import REPLACEMENT
 from workers.models import resolve
 from workers.prompt import PromptEncoder
@@ -141,6 +142,21 @@ def test_a_slot_started_anew_knows_nothing_of_before(slots: LlamaCppBackend) -> 
     np.testing.assert_allclose(feed(slots, 2, 0, prompt), cold, atol=TIE)
 
 
+def test_a_step_with_no_such_token_fails_and_its_slots_can_be_started_again(slots: LlamaCppBackend) -> None:
+    prompt = slots.tokenizer.encode(STORY, special=False)
+    feed(slots, 1, 0, prompt)
+    feed(slots, 2, 0, prompt)
+
+    with pytest.raises(StepError, match="returned -1"):
+        slots.step([SlotWork(1, len(prompt), [5], True), SlotWork(3, 0, [10**6], True)])
+
+    for slot in (1, 3):
+        slots.start(slot, keep=0, source=slot)
+        assert_greedy(slots, prompt, go_on(slots, slot, 0, prompt))
+    slots.start(2, keep=len(prompt) - 1, source=2)
+    assert_greedy(slots, prompt, go_on(slots, 2, len(prompt) - 1, prompt[-1:]))
+
+
 def test_rows_come_in_the_order_of_the_work_that_wants_them(slots: LlamaCppBackend) -> None:
     prompts = [slots.tokenizer.encode(text, special=False) for text in ("The sky is", "Two and two is", STORY)]
     alone = [feed(slots, 0, 0, prompts[0])]
@@ -201,6 +217,36 @@ def test_many_sequences_join_and_leave_and_each_gets_its_own_answer(
         events = process.result(name)
         assert len(tokens_of(events)) == usage_of(events).completion
         assert_greedy(slots, process.encoder.encode(TextPrompt(text), vocabulary=10**6), tokens_of(events))
+    assert process.is_idle()
+
+
+def test_a_request_at_which_decoding_fails_ends_alone(
+    process: OneProcess, slots: LlamaCppBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = llama_cpp.llama_decode
+    poison, bad = process.backend.tokenizer.encode(" §", special=False)[-1], []
+
+    def decode_or_fail(context: Any, batch: Any) -> Any:
+        """Fails when all is computed, which leaves the most behind."""
+        status = decode(context, batch)
+        if poison not in batch.token[: batch.n_tokens]:
+            return status
+        bad.append(batch.n_tokens)
+        return -3
+
+    monkeypatch.setattr(llama_cpp, "llama_decode", decode_or_fail)
+    prompts = {f"neighbour-{index}": STORY + " and" * index for index in range(3)}
+    for name, text in prompts.items():
+        process.submit(request(name, text, max_tokens=30))
+    wait_until(lambda: all(map(process.has_begun, prompts)), limit_s=60, what="the neighbours' first tokens")
+    failed = process.ask(request("poison", "one §"))
+
+    assert failure_of(failed).code == ErrorCode.ENGINE_ERROR.value
+    assert len(bad) == 2
+    for name, text in prompts.items():
+        answer = tokens_of(process.result(name))
+        assert len(answer) == 30
+        assert_greedy(slots, process.encoder.encode(TextPrompt(text), vocabulary=10**6), answer)
     assert process.is_idle()
 
 

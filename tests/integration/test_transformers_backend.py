@@ -228,6 +228,40 @@ def test_a_bad_step_fails_and_the_next_one_works(empty: Backend, work: SlotWork)
     assert close(prefill(empty, 0, tokens), prefill(empty, 1, tokens[4:], start=4))
 
 
+def test_a_step_that_runs_out_of_memory_half_way_leaves_the_next_ones_right(
+    empty: Backend, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(empty, BatchedBackend)
+    tokens = prompt(empty, QUESTIONS[0])
+    prefill(empty, 0, tokens)
+    other = int(prefill(empty, 1, tokens).argmax())
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(empty._model.model.layers[7].mlp, "forward", out_of_memory)
+        with pytest.raises(StepError):
+            empty.step([SlotWork(0, len(tokens), [1], True), SlotWork(2, 0, tokens, True)])
+
+    assert decode(empty, {1: (len(tokens), other)}, 8)[1] == generated(plain, tokens, 8)
+    for slot in (0, 2):
+        empty.start(slot, keep=0, source=slot)
+        first = int(prefill(empty, slot, tokens, chunk=9).argmax())
+        assert decode(empty, {slot: (len(tokens), first)}, 8)[slot] == generated(plain, tokens, 8)
+
+
+def test_a_lost_device_is_no_fault_of_a_step_s_requests(empty: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(empty, BatchedBackend)
+
+    def lose(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(empty._model.model, "forward", lose)
+    with pytest.raises(torch.AcceleratorError):
+        empty.step([SlotWork(0, 0, [1], True)])
+
+
 def test_gathered_and_viewed_attention_decode_the_same(backend: Backend, plain: Any) -> None:
     folder_model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
     gathering = BatchedBackend(folder_model, backend.tokenizer, slots=4, context=512, vocabulary=49_152, gather=True)

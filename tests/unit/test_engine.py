@@ -1,6 +1,7 @@
 """The engine on the fake backend, in one process: what goes in ends, once, with everything that was drawn."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from servers import wait_until
 from shared.domain import Chunk, Done, Failed, Finished, FinishReason, SamplingParams, TextPrompt
 from shared.errors import ErrorCode, RequestError
 from workers.backends.fake import SPECIAL_PATTERN, FakeBackend, parse_options
+from workers.backends.protocol import Logits, SlotWork, StepError
 
 PREFIX = "a prefix that is long enough to be waited for: "
 
@@ -260,7 +262,7 @@ def test_a_request_past_its_deadline_fails_and_the_others_go_on() -> None:
         assert process.is_idle()
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
+def test_a_step_that_fails_ends_the_request_at_fault_and_the_engine_goes_on() -> None:
     with OneProcess(options="end_every=0", slots=2) as process:
         poisoned = failure_of(process.ask(request("poison", "bad <|poison|> here", n=3)))
         good = process.ask(request("good", "bad "))
@@ -268,6 +270,98 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on() -> None:
 
         assert poisoned.code == ErrorCode.ENGINE_ERROR.value
         assert text_of(good) == text_of(fresh)
+        assert process.is_idle()
+
+
+PENALISED: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 1.1, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, seeded(7), seeded(7, **PENALISED)], ids=["greedy", "seeded", "penalised"])
+@pytest.mark.parametrize("state", ["", "&recurrent=1"], ids=["trimmable", "recurrent"])
+def test_neighbours_of_a_poisonous_request_finish_as_if_it_had_not_been(sampling: SamplingParams, state: str) -> None:
+    """Neighbours that are old, young, in the middle of their prompt and waiting; two poisonous requests among them."""
+    options: dict[str, Any] = {"slots": 4, "prefill_chunk": 8}
+    neighbours = [
+        request("old", PREFIX, sampling=sampling, max_tokens=60, logprobs=1),
+        request("young", PREFIX + "y", sampling=sampling, max_tokens=20, n=2, stop=("é",)),
+        request("waiting", "w" * 60, sampling=sampling, max_tokens=20),
+    ]
+    with OneProcess(options=f"end_every=0{state}", **options) as process:
+        undisturbed = {asked.id: process.ask(asked) for asked in neighbours}
+    gate = Gate()
+    with OneProcess(gated(gate, f"pace=1&end_every=0{state}"), **options) as process:
+        process.submit(neighbours[0])
+        for _ in range(20):
+            gate.wait_for_step()
+            gate.let_one_pass()
+        gate.wait_for_step()
+        process.submit(request("poison", "p" * 12 + "<|poison|>", n=3, sampling=sampling))
+        process.submit(neighbours[1])
+        process.submit(neighbours[2])
+        process.submit(request("late poison", "p" * 40 + "<|poison|>", sampling=sampling))
+        gate.open_wide()
+        results = {asked.id: process.result(asked.id) for asked in neighbours}
+        poisoned = [process.result(name) for name in ("poison", "late poison")]
+
+        assert process.is_idle()
+    for name, events in results.items():
+        for choice in reasons_of(events):
+            assert text_of(events, choice) == text_of(undisturbed[name], choice)
+            assert tokens_of(events, choice) == tokens_of(undisturbed[name], choice)
+        assert logprobs_of(events) == logprobs_of(undisturbed[name])
+        assert reasons_of(events) == reasons_of(undisturbed[name])
+        assert usage_of(events).completion == usage_of(undisturbed[name]).completion
+    for events in poisoned:
+        assert failure_of(events).code == ErrorCode.ENGINE_ERROR.value
+        assert len(events) == 1
+
+
+class BrokenBackend(FakeBackend):
+    """Fails at everything from the moment that it is broken."""
+
+    is_broken = False
+
+    def step(self, work: Sequence[SlotWork]) -> Logits:
+        if self.is_broken:
+            raise StepError("out of memory")
+        return super().step(work)
+
+
+def test_when_every_step_fails_every_request_ends() -> None:
+    backend = BrokenBackend(parse_options("pace=0.001&end_every=0&context=1000000"), slots=3)
+    with OneProcess(backend, slots=3) as process:
+        names = [f"request {number}" for number in range(5)]
+        for name in names:
+            process.submit(request(name, max_tokens=None))
+        wait_until(lambda: process.has_begun(names[2]), what="several at work")
+        backend.is_broken = True
+        codes = {failure_of(process.result(name)).code for name in names}
+        backend.is_broken = False
+
+        assert codes == {ErrorCode.ENGINE_ERROR.value}
+        assert process.is_idle()
+        assert usage_of(process.ask(request("after"))).completion == 8
+
+
+def test_a_suspect_that_is_cancelled_or_overdue_leaves_the_others_to_finish() -> None:
+    now = [0.0]
+    gate = Gate()
+    with OneProcess(gated(gate, "pace=1&end_every=0"), monotonic=lambda: now[0]) as process:
+        process.submit(request("overdue", max_tokens=None), deadline=5.0)
+        gate.wait_for_step()
+        cancelled = process.submit(request("cancelled", max_tokens=None))
+        process.submit(request("poison", "<|poison|>"))
+        process.submit(request("good", max_tokens=20))
+        gate.let_one_pass()
+        gate.wait_for_step()
+        process.engine.cancel(cancelled)
+        now[0] = 5.0
+        gate.open_wide()
+
+        assert failure_of(process.result("overdue")).code == ErrorCode.DEADLINE_EXCEEDED.value
+        assert failure_of(process.result("poison")).code == ErrorCode.ENGINE_ERROR.value
+        assert usage_of(process.result("good")).completion == 20
+        assert not process.has_ended("cancelled")
         assert process.is_idle()
 
 
@@ -327,7 +421,7 @@ MIX = st.lists(
 @given(MIX, st.integers(1, 3))
 def test_nothing_stays_in_flight_after_any_mix_of_endings(mix: list[tuple[str, int, str]], slots: int) -> None:
     with OneProcess(options="end_every=6", slots=slots, prefill_chunk=4) as process:
-        expected: set[str] = set()
+        expected: dict[str, str] = {}
         for index, (ending, n, prompt) in enumerate(mix):
             name = f"request {index}"
             text = f"{prompt}<|poison|>" if ending == "poison" else prompt
@@ -339,9 +433,11 @@ def test_nothing_stays_in_flight_after_any_mix_of_endings(mix: list[tuple[str, i
             if ending == "cancel":
                 process.engine.cancel(attempt)
             elif ending != "cancel early":
-                expected.add(name)
+                expected[name] = ending
         assert process.is_idle()
         assert all(process.has_ended(name) for name in expected)
+        for name, ending in expected.items():
+            assert isinstance(process.events[name][-1], Done) == (ending == "finish")
         for name, events in process.events.items():
             assert all(not isinstance(event, Done | Failed) for event in events[:-1]), name
             if isinstance(events[-1], Done):

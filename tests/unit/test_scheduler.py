@@ -19,7 +19,8 @@ class Stage:
     """A scheduler over slots that really hold their tokens, and the sequences in play.
 
     Each step is checked as it is carried out: a start keeps only what is really there, work begins
-    where its slot ends, no slot serves two, and running answers all move on.
+    where its slot ends, no slot serves two, and running answers all move on. A suspect has a step to
+    itself and starts from nothing.
     """
 
     slots: int = 4
@@ -34,6 +35,7 @@ class Stage:
         )
         self.contents: list[list[int] | None] = [[] for _ in range(self.slots)]
         self.computed: Counter[Sequence] = Counter()
+        self.failed: set[Sequence] = set()
 
     def join(self, prompt: list[int]) -> Sequence:
         sequence = Sequence(list(prompt), len(prompt))
@@ -78,10 +80,25 @@ class Stage:
         if starts_done >= len(scheduled.step.starts):
             for work in scheduled.step.work:
                 self.contents[work.slot] = None
-        self.scheduler.fail(scheduled)
-        for sequence in scheduled.sequences:
+        at_fault = self.scheduler.fail(scheduled)
+        for sequence in at_fault:
             self.leave(sequence)
-        return scheduled.sequences
+        for sequence in self.suspects:
+            self.failed.add(sequence)
+            assert sequence.slot is None
+            assert sequence.computed == 0
+        return at_fault
+
+    @property
+    def suspects(self) -> list[Sequence]:
+        return [sequence for sequence in self.live if sequence.is_suspect]
+
+    def _check_suspect(self, scheduled: ScheduledStep) -> None:
+        (sequence,), (work,) = scheduled.sequences, scheduled.step.work
+        assert sequence.is_suspect
+        assert len(work.tokens) <= max(self.step_tokens, self.slots)
+        starts = [SlotStart(work.slot, 0, work.slot)] if work.start == 0 else []
+        assert scheduled.step.starts == starts
 
     def _check_shares(self, scheduled: ScheduledStep, decoding: list[Sequence]) -> None:
         step = scheduled.step
@@ -93,6 +110,9 @@ class Stage:
         for work, sequence in zip(step.work, scheduled.sequences, strict=True):
             assert sequence in self.live
             assert sequence.slot == work.slot
+        if self.suspects:
+            self._check_suspect(scheduled)
+            return
         shares = {one: len(work.tokens) for one, work in zip(scheduled.sequences, step.work, strict=True)}
         assert all(shares.get(one) == 1 for one in decoding)
         assert sum(shares.values()) <= max(self.step_tokens, self.slots)
@@ -161,13 +181,56 @@ def test_every_token_is_computed_once_in_order_whoever_joins_and_leaves(
             if wanted[sequence] > 0:
                 sequence.tokens.append(chance.randint(0, 4))
                 continue
-            assert stage.computed[sequence] + sequence.cached == len(sequence.tokens)
+            if sequence not in stage.failed:
+                assert stage.computed[sequence] + sequence.cached == len(sequence.tokens)
             assert sequence.cached < sequence.prompt_length
             stage.leave(sequence)
             finished += 1
         if not coming and not stage.live:
             break
     assert finished + left == len(prompts)
+
+
+POISON = 99
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.integers(1, 40),
+    st.booleans(),
+    st.lists(st.tuples(PROMPTS, st.booleans()), min_size=1, max_size=12),
+    st.integers(0, 2**32),
+)
+def test_only_a_sequence_that_makes_steps_fail_is_at_fault(
+    slots: int, prefill_chunk: int, step_tokens: int, reuse: bool, prompts: list[tuple[list[int], bool]], seed: int
+) -> None:
+    stage = Stage(slots=slots, prefill_chunk=prefill_chunk, step_tokens=step_tokens, reuse=reuse)
+    chance = random.Random(seed)
+    coming = list(prompts)
+    wanted: dict[Sequence, int] = {}
+    for _ in range(STEP_LIMIT):
+        while coming and chance.random() < 0.5:
+            prompt, is_poisoned = coming.pop()
+            if is_poisoned:
+                prompt.insert(chance.randint(0, len(prompt)), POISON)
+            wanted[stage.join(prompt)] = chance.randint(1, 6)
+        scheduled = stage.plan()
+        if any(POISON in work.tokens for work in scheduled.step.work):
+            at_fault = stage.fail(scheduled, len(scheduled.step.starts))
+            assert all(POISON in sequence.tokens for sequence in at_fault)
+            continue
+        for sequence in stage.run(scheduled):
+            wanted[sequence] -= 1
+            sequence.tokens.append(chance.randint(0, 4))
+            if wanted[sequence] == 0:
+                stage.leave(sequence)
+        if not coming and not stage.live:
+            break
+
+    assert not stage.live
+    assert all((left == 0) != (POISON in sequence.tokens) for sequence, left in wanted.items())
 
 
 def test_the_first_token_s_logits_come_from_the_last_prompt_token() -> None:
@@ -341,7 +404,7 @@ def test_after_a_failed_step_nothing_of_its_slots_is_reused() -> None:
     first = stage.join([1] * 20)
     stage.step()
     first.tokens.append(1)
-    stage.fail(stage.plan(), starts_done=0)
+    assert stage.fail(stage.plan(), starts_done=0) == [first]
 
     again = stage.join([1] * 20)
     stage.step()
@@ -349,13 +412,100 @@ def test_after_a_failed_step_nothing_of_its_slots_is_reused() -> None:
     assert again.cached == 0
 
 
-def test_a_sequence_whose_start_was_in_a_failed_step_runs_after_it() -> None:
+def test_a_sequence_whose_start_was_in_a_failed_step_is_a_suspect_too() -> None:
     stage = Stage(slots=2, prefill_chunk=4, step_tokens=4)
-    stage.join([1] * 10)
+    first = stage.join([1] * 10)
     second = stage.join([2] * 10)
-    stage.fail(stage.plan(), starts_done=0)
 
+    assert stage.fail(stage.plan(), starts_done=0) == []
+    assert stage.suspects == [first, second]
     while second.is_prefilling:
         stage.step()
 
-    assert stage.live == [second]
+    assert stage.live == [first, second]
+    assert not stage.suspects
+
+
+def test_suspects_run_by_themselves_in_turn_and_then_all_together() -> None:
+    stage = Stage(step_tokens=8)
+    running = [stage.join([number] * 3) for number in range(2)]
+    for sequence in stage.step():
+        sequence.tokens.append(9)
+    bystander = stage.join([5] * 30)
+    assert bystander not in stage.fail(stage.plan(), starts_done=1)
+
+    order = []
+    while stage.suspects:
+        scheduled = stage.plan()
+        order += scheduled.sequences
+        for sequence in stage.run(scheduled):
+            sequence.tokens.append(9)
+
+    assert order == [*running, *[bystander] * 4]
+    assert set(stage.plan().sequences) == {*running, bystander}
+
+
+def test_what_has_no_part_in_a_failed_step_keeps_its_state_and_stands_by_while_there_are_suspects() -> None:
+    stage = Stage(prefill_chunk=8)
+    running = stage.join([1])
+    stage.step()
+    running.tokens.append(9)
+    long, bystander = stage.join([2] * 40), stage.join([3] * 8)
+    stage.step()
+    running.tokens.append(9)
+    slot = bystander.slot
+    stage.fail(stage.plan(), starts_done=0)
+
+    assert stage.suspects == [running, long]
+    while stage.suspects:
+        for sequence in stage.step():
+            sequence.tokens.append(9)
+
+    assert bystander.slot == slot is not None
+    assert bystander in stage.plan().sequences
+
+
+def test_a_sequence_counts_as_cached_what_it_first_started_with() -> None:
+    stage = Stage()
+    first = stage.join([1] * 20)
+    stage.step()
+    stage.leave(first)
+    second, other = stage.join([1] * 20 + [2, 3]), stage.join([4])
+    stage.step()
+    second.tokens.append(9)
+    other.tokens.append(9)
+    stage.fail(stage.plan(), starts_done=0)
+
+    while stage.suspects:
+        stage.step()
+
+    assert second.cached == 20
+    assert stage.computed[second] == 2 + 23
+
+
+def test_when_each_works_alone_and_all_together_never_the_latest_are_given_up_until_it_does() -> None:
+    stage = Stage()
+    sequences = [stage.join([number] * 3) for number in range(4)]
+    given_up = []
+    for _ in range(STEP_LIMIT):
+        scheduled = stage.plan()
+        if len(scheduled.sequences) > 2:
+            given_up += stage.fail(scheduled, starts_done=len(scheduled.step.starts))
+            continue
+        for sequence in stage.run(scheduled):
+            sequence.tokens.append(9)
+
+    assert given_up == [sequences[3], sequences[2]]
+    assert stage.live == sequences[:2]
+
+
+def test_a_failure_long_after_an_unexplained_one_gives_nobody_up() -> None:
+    stage = Stage()
+    running = [stage.join([number] * 3) for number in range(2)]
+    stage.fail(stage.plan(), starts_done=2)
+    for _ in range(3):
+        for sequence in stage.step():
+            sequence.tokens.append(9)
+
+    assert stage.fail(stage.plan(), starts_done=0) == []
+    assert stage.suspects == running

@@ -100,7 +100,8 @@ class Backend(Protocol):
         is valid until the next call and may be edited in place.
 
         Raises:
-            StepError: the model failed; the slots of `work` must be started again from nothing.
+            StepError: the model failed; the slots of `work` must be started again from nothing, and
+                then work as before. Any other error means that the process can compute nothing more.
         """
 
     def close(self) -> None:

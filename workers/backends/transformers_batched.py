@@ -69,10 +69,14 @@ class BatchedBackend:
 
         Raises:
             StepError: the model failed, or `work` does not go on where its slots are.
+            torch.AcceleratorError: the device is lost to this process.
         """
         try:
             with torch.inference_mode():
                 return self._forward(work)
+        except torch.AcceleratorError:
+            # After such an error the device fails at everything this process asks of it.
+            raise
         except (RuntimeError, IndexError, ValueError) as error:
             for item in work:
                 self._lengths[item.slot] = 0

@@ -57,11 +57,15 @@ class SequentialBackend:
 
         Raises:
             StepError: the model failed, or `work` does not go on where the slot is.
+            torch.AcceleratorError: the device is lost to this process.
         """
         try:
             (item,) = work
             with torch.inference_mode():
                 return self._take(item)
+        except torch.AcceleratorError:
+            # After such an error the device fails at everything this process asks of it.
+            raise
         except (RuntimeError, IndexError, ValueError) as error:
             self.start(0, keep=0, source=0)
             raise StepError(str(error)) from error

@@ -3,6 +3,9 @@
 Sequences join and leave at every step. A running answer gets its one token in every step; prompts
 are computed in chunks beside them, so that a long prompt never holds up the others. A new sequence
 starts from whatever slot already holds the beginning of its prompt.
+
+After a step that failed, each of its sequences is a suspect: it is computed again from nothing, by
+itself, and rejoins the others once that has worked. One that fails by itself is at fault.
 """
 
 from collections import deque
@@ -24,7 +27,8 @@ class Sequence:
     """One answer in the making.
 
     `tokens` is the prompt followed by what was drawn, and grows; the first `computed` of them are
-    in the slot. `cached` of the prompt's were there when it started.
+    in the slot. `cached` of the prompt's were there when it first started, whatever was lost since.
+    A suspect was in a step that failed and has not shown yet that it was not the reason.
     """
 
     tokens: list[int]
@@ -32,6 +36,7 @@ class Sequence:
     slot: int | None = None
     computed: int = 0
     cached: int = 0
+    is_suspect: bool = False
 
     @property
     def is_prefilling(self) -> bool:
@@ -65,6 +70,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._clock = 0
+        # A step of several failed, and so far none of them has turned out to be at fault and no other step has worked.
+        self._is_unexplained = False
 
     @property
     def running(self) -> int:
@@ -82,12 +89,12 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running; its slot is free at once and keeps its state."""
+        if sequence.is_suspect:
+            self._is_unexplained = False
         if sequence.slot is None:
             self._waiting.remove(sequence)
-            return
-        self._running.remove(sequence)
-        self._free.add(sequence.slot)
-        sequence.slot = None
+        else:
+            self._vacate(sequence, sequence.slot)
 
     def schedule(self) -> ScheduledStep:
         """The next step; empty when there is nothing to do.
@@ -95,6 +102,10 @@ class Scheduler:
         The caller carries it out and reports back with `complete` or `fail`.
         """
         scheduled = ScheduledStep()
+        suspect = next((one for one in (*self._running, *self._waiting) if one.is_suspect), None)
+        if suspect is not None:
+            self._plan_alone(scheduled, suspect)
+            return scheduled
         self._admit(scheduled.step)
         decoding = [sequence for sequence in self._running if not sequence.is_prefilling]
         for sequence in decoding:
@@ -112,22 +123,36 @@ class Scheduler:
         """The step was computed: its tokens are in their slots."""
         for work, sequence in zip(scheduled.step.work, scheduled.sequences, strict=True):
             sequence.computed = self._slots[work.slot].held = work.start + len(work.tokens)
+            if not sequence.is_suspect:
+                self._is_unexplained = False
+            elif sequence.computed == len(sequence.tokens):
+                sequence.is_suspect = False
 
-    def fail(self, scheduled: ScheduledStep) -> None:
+    def fail(self, scheduled: ScheduledStep) -> list[Sequence]:
         """The step failed: nothing can be said of its slots any more.
 
-        The caller removes the sequences of the step's work. What had got a slot in this step without
-        work for it waits again: its start may not have happened.
+        Returns the sequences at fault, for the caller to remove: the only one of the step, or none as
+        long as it may be any of several, which wait again as suspects. If each of them then works by
+        itself and still not together, too much runs at once, and the latest is given up.
         """
-        at_work = {work.slot for work in scheduled.step.work}
-        started = {start.slot for start in scheduled.step.starts}
-        for slot in at_work | started:
+        touched = {work.slot for work in scheduled.step.work} | {start.slot for start in scheduled.step.starts}
+        for slot in touched:
             self._slots[slot].held = 0
-        again = [sequence for sequence in self._running if sequence.slot in started - at_work]
-        for sequence in again:
-            self.remove(sequence)
-            sequence.computed = sequence.cached = 0
-        self._waiting.extendleft(reversed(again))
+        suspects = [sequence for sequence in self._running if sequence.slot in touched]
+        at_fault = [suspects.pop()] if len(suspects) == 1 or self._is_unexplained else []
+        for sequence in suspects:
+            assert sequence.slot is not None
+            self._vacate(sequence, sequence.slot)
+            sequence.computed = 0
+            sequence.is_suspect = True
+        self._waiting.extendleft(reversed(suspects))
+        self._is_unexplained = bool(suspects)
+        return at_fault
+
+    def _vacate(self, sequence: Sequence, slot: int) -> None:
+        self._running.remove(sequence)
+        self._free.add(slot)
+        sequence.slot = None
 
     def _prefill_budget(self, decoding: int, prefilling: int) -> int:
         """How many prompt tokens a step takes along.
@@ -148,6 +173,13 @@ class Scheduler:
         work = SlotWork(sequence.slot, sequence.computed, tokens, wants_logits=end == len(sequence.tokens))
         scheduled.step.work.append(work)
         scheduled.sequences.append(sequence)
+
+    def _plan_alone(self, scheduled: ScheduledStep, suspect: Sequence) -> None:
+        """A step of nothing but a suspect's tokens. There is a free slot: all suspects had one and left it."""
+        if suspect.slot is None:
+            self._waiting.remove(suspect)
+            self._start(scheduled.step, suspect, None, 0)
+        self._plan(scheduled, suspect, min(self._step_tokens, len(suspect.tokens) - suspect.computed))
 
     def _admit(self, step: Step) -> None:
         """Give free slots to waiting sequences, first come first served.
@@ -171,7 +203,9 @@ class Scheduler:
         self._free.remove(target.index)
         self._clock += 1
         target.tokens, target.held, target.last_used = sequence.tokens, keep, self._clock
-        sequence.slot, sequence.computed, sequence.cached = target.index, keep, keep
+        sequence.slot, sequence.computed = target.index, keep
+        if not sequence.is_suspect:
+            sequence.cached = keep
         self._running.append(sequence)
 
     def _best_source(self, sequence: Sequence) -> tuple[Slot | None, int]:
