@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, unquote
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 SCHEME = "redis+sentinel://"
 SHAPE = SCHEME + "[user:password@]host:port[,host:port...]/service[/db]"
@@ -52,6 +52,7 @@ def sentinel_pool(url: str, **options: Any) -> redis.BlockingConnectionPool:
         db=int(parts["db"] or 0),
         username=unquote(parts["user"] or "") or None,
         password=unquote(parts["password"] or "") or None,
+        connection_class=_Connection,
         **options,
     )
 
@@ -77,6 +78,22 @@ class _Sentinels(Sentinel):
         address = super(_Sentinels, own).discover_master(service_name)  # type: ignore[no-untyped-call]
         self.sentinels = own.sentinels
         return address
+
+
+class _Connection(SentinelManagedConnection):
+    """A connection that asks for the primary whenever it connects.
+
+    redis-py's own does so when it is taken from the pool; when a command is sent again because the connection
+    broke, it goes back to where it was, and waits for a primary that is gone.
+    """
+
+    def _connect_retry(self) -> None:
+        self.connect_check_health(check_health=False, retry_socket_connect=False)
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        if self._sock is None:
+            self.host, self.port = self.connection_pool.get_master_address()
+        super().connect_check_health(check_health=check_health, retry_socket_connect=retry_socket_connect)
 
 
 class _Pool(SentinelConnectionPool, redis.BlockingConnectionPool):

@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
 from redis.backoff import ExponentialBackoff
+from redis.connection import DefaultParser
 from redis.exceptions import ExecAbortError, MasterDownError, NoPermissionError, OutOfMemoryError, ReadOnlyError
 from redis.retry import Retry
 
@@ -26,12 +27,35 @@ SAFE_POLICY = "noeviction"
 NO_PRIMARY_ERRORS = (ReadOnlyError, MasterDownError)
 """What a replica says. A connection that hears it was made before a failover; the next one finds the primary."""
 
-CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, *NO_PRIMARY_ERRORS, OutOfMemoryError, ExecAbortError)
+
+class WritesRefusedError(redis.ResponseError):
+    """Redis takes no writes for now: its disk fails (MISCONF), or too few replicas follow it (NOREPLICAS)."""
+
+
+CONNECTION_ERRORS = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    *NO_PRIMARY_ERRORS,
+    WritesRefusedError,
+    OutOfMemoryError,
+    ExecAbortError,
+)
 """What redis-py raises when Redis is away or does not take anything now, as opposed to when it refuses.
 
 Whatever met one of them may be done again. An ExecAbortError that gets out of redis-py is of this kind:
 for a command that is wrong in itself it raises that command's error instead.
 """
+
+
+class _Parser(DefaultParser):  # type: ignore[valid-type, misc]  # chosen by whether hiredis is there
+    """redis-py's own, which also knows by their codes the errors that it has no class for."""
+
+    EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {
+        **DefaultParser.EXCEPTION_CLASSES,
+        "MISCONF": WritesRefusedError,
+        "NOREPLICAS": WritesRefusedError,
+    }
+
 
 _PASSWORDS = ((re.compile(r"(://[^:/?@]*:).*@"), r"\1***@"), (re.compile(r"(password=)[^&]*"), r"\1***"))
 
@@ -57,6 +81,7 @@ def connect(
         # A Unix socket has no such thing, and redis-py refuses the argument there.
         **({} if url.startswith("unix:") else {"socket_keepalive": True}),
         "health_check_interval": 15,
+        "parser_class": _Parser,
         # One quick second try covers a connection that was idle while Redis restarted or became a replica;
         # longer outages are each caller's own business.
         "retry": Retry(ExponentialBackoff(cap=0.2, base=0.05), 1),

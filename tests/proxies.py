@@ -4,6 +4,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 CHUNK = 65536
 
@@ -113,13 +114,17 @@ class Proxy:
                 link.ends[source].sendall(raw)
         except OSError:
             raw = b""
-        if not raw:
+        if not raw and link.is_black:
+            # The other end does not hear of this either.
+            self._selector.unregister(source)
+        elif not raw:
             self._close(link)
 
     def _close(self, link: _Link) -> None:
         self._links.discard(link)
         for end in link.ends:
-            self._selector.unregister(end)
+            with suppress(KeyError):
+                self._selector.unregister(end)
         link.close()
 
     def _stop(self) -> None:

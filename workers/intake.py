@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 from rq import Queue
-from rq.command import handle_command, parse_payload
+from rq.command import handle_command, parse_payload, send_command
 from rq.exceptions import DequeueTimeout
 from rq.executions import Execution
 from rq.job import Job
@@ -48,6 +48,10 @@ RQ_SILENCE_S = 24 * 3600
 """After so long without a heartbeat RQ calls a running job abandoned, by the clock of whichever host looks. Who is
 dead the reaper knows, by leases; so this only has to be more than clocks can be wrong by."""
 
+HELLO_COMMAND = "tokenmill-hello"
+"""Sent by a worker to itself."""
+
+DEAF_AFTER_S = 3 * RQ_HEARTBEAT_S
 RECONNECT_S = 0.5
 JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
 """What RQ accepts as one."""
@@ -106,6 +110,7 @@ class Intake(BaseWorker):
         self._on_drain = on_drain
         self._monotonic = monotonic
         self._last_rq_heartbeat = float("-inf")
+        self._heard_at = monotonic()
 
     # --- RQ's loop: what happens between jobs ---
 
@@ -190,11 +195,27 @@ class Intake(BaseWorker):
             return
         self._last_rq_heartbeat = now
         with self._patience("tell RQ of this worker"):
-            if pipeline is None and self.birth_date and not self.connection.hexists(self.key, "birth"):
-                # Redis came back without it.
-                self.connection.delete(self.key)
-                self.register_birth()  # type: ignore[no-untyped-call]
+            if pipeline is None:
+                self._be_known()
+                self._hear_itself()
             super().heartbeat(timeout, pipeline)
+
+    def _be_known(self) -> None:
+        """Register once more if Redis came back without this worker."""
+        if not self.connection.hexists(self.key, "birth"):
+            self.connection.delete(self.key)
+            self.register_birth()  # type: ignore[no-untyped-call]
+
+    def _hear_itself(self) -> None:
+        """Send itself a command, and replace the connection on which it has heard none for too long.
+
+        redis-py sends pings there, and waits for no answer.
+        """
+        now = self._monotonic()
+        if now - self._heard_at > DEAF_AFTER_S and self.pubsub is not None and self.pubsub.connection is not None:
+            self._heard_at = now
+            self.pubsub.connection.disconnect()
+        send_command(self.connection, self.name, HELLO_COMMAND)
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002
         return RQ_SILENCE_S
@@ -340,6 +361,7 @@ class Intake(BaseWorker):
     def _pubsub_exception_handler(self, exc: Exception, *_: Any) -> None:
         """Keep listening, whatever happens: RQ's own version ends the thread on a timeout."""
         logger.warning("RQ's commands cannot be heard: %s", exc, exc_info=not isinstance(exc, CONNECTION_ERRORS))
+        self._heard_at = self._monotonic()
         time.sleep(RECONNECT_S)
 
     def handle_payload(self, message: Any) -> None:
@@ -348,6 +370,7 @@ class Intake(BaseWorker):
             command = parse_payload(message)
         except ValueError:
             command = None
+        self._heard_at = self._monotonic()
         if not isinstance(command, dict):
             logger.warning("a command on RQ's channel cannot be read")
         elif command.get("command") == CANCEL_COMMAND:

@@ -27,8 +27,9 @@ def redis_set(tmp_path: Path) -> Iterator[RedisSet]:
         yield running
 
 
-def test_a_stream_survives_the_death_of_the_primary_and_new_requests_work(
-    redis_set: RedisSet, start_front_end: Callable[..., FrontEnd], tmp_path: Path
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_stream_survives_the_end_of_the_primary_and_new_requests_work(
+    how: str, redis_set: RedisSet, start_front_end: Callable[..., FrontEnd], tmp_path: Path
 ) -> None:
     front_end = start_front_end(redis_set.url)
     worker = WorkerProcess(redis_set.url, tmp_path, "--lease", "8", model=MODEL)
@@ -38,7 +39,7 @@ def test_a_stream_survives_the_death_of_the_primary_and_new_requests_work(
         office.ready(worker)
         stream = OpenStream(front_end, 400).has_begun()
 
-        redis_set.primary.kill()
+        getattr(redis_set.primary, how)()
 
         stream.end(RECOVERY_S)
         if stream.is_complete:

@@ -11,6 +11,7 @@ import redis
 from open_streams import MODEL, OpenStream, answers, ask, undisturbed
 from proxies import Proxy
 from rq import Queue
+from rq.command import PUBSUB_CHANNEL_TEMPLATE, send_shutdown_command
 from rq.worker import BaseWorker
 from servers import FrontEnd, Valkey, free_port, wait_until
 from worker_processes import Office, WorkerProcess
@@ -204,6 +205,11 @@ def test_half_open_connections_are_replaced_and_the_stream_goes_on(
             assert stream.text == undisturbed(300)
             assert {info.pid for info in office.workers()} == {worker.pid, witness.pid}
             assert "is dead" not in witness.output
-            assert worker.is_running
+            name = next(info.name for info in office.workers() if info.pid == worker.pid)
+            channel = PUBSUB_CHANNEL_TEMPLATE % name
+            # Redis still counts the one that nobody hears.
+            wait_until(lambda: client.pubsub_numsub(channel)[0][1] == 2, limit_s=RECOVERY_S, what="the command channel")
+            send_shutdown_command(client, name)
+            assert worker.end() == 0
     finally:
         valkey.stop()

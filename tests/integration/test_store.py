@@ -1,6 +1,7 @@
 """What a Redis must be like, and how its URL is read; over a real Valkey."""
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ import pytest
 import redis
 from launched import Up
 from redis.exceptions import ExecAbortError
-from servers import FrontEnd, Valkey, free_port
+from servers import FrontEnd, Valkey, free_port, wait_until
 from worker_processes import WorkerProcess
 
 from shared.errors import StoreAwayError, StoreError
-from shared.store import CONNECTION_ERRORS, check, connect, without_password
+from shared.store import CONNECTION_ERRORS, WritesRefusedError, check, connect, without_password
 
 
 @pytest.fixture
@@ -115,13 +116,16 @@ def test_being_out_of_memory_is_like_being_away_however_redis_says_it(
 ) -> None:
     client = connect_to(own_valkey.url)
     write = client.register_script("redis.call('SET', KEYS[1], 'x')")
-    facts: Any = client.info("memory")
-    client.config_set("maxmemory", facts["used_memory"] + 300_000)
-    with client.pipeline() as pipeline, pytest.raises(ExecAbortError):
-        # There is room for what is written, and then what is read by this name fills it, before EXEC.
-        pipeline.set("key", "x").get("k" * 1_000_000).execute()
-    assert issubclass(ExecAbortError, CONNECTION_ERRORS)
+    connection = client.connection_pool.get_connection()
+    for command in (("MULTI",), ("SET", "key", "x")):
+        connection.send_command(*command)
+        connection.read_response()
     client.config_set("maxmemory", 1)
+    connection.send_command("EXEC")
+    with pytest.raises(ExecAbortError):
+        connection.read_response()
+    client.connection_pool.release(connection)
+    assert issubclass(ExecAbortError, CONNECTION_ERRORS)
 
     with pytest.raises(CONNECTION_ERRORS):
         client.set("key", "x")
@@ -131,6 +135,42 @@ def test_being_out_of_memory_is_like_being_away_however_redis_says_it(
         pipeline.set("key", "x").execute()
     client.config_set("maxmemory", 0)
     assert not client.exists("key")
+
+
+def lose_its_disk(client: "redis.Redis", folder: Path) -> None:
+    client.config_set("save", "900 1")
+    shutil.rmtree(folder)
+    client.bgsave()
+    wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", what="a save that fails")
+
+
+def lose_its_replicas(client: "redis.Redis", _: Path) -> None:
+    client.config_set("min-replicas-to-write", 1)
+
+
+@pytest.mark.parametrize("what_happens", [lose_its_disk, lose_its_replicas])
+def test_refusing_writes_is_like_being_away(
+    what_happens: "Callable[[redis.Redis, Path], None]", tmp_path: Path, connect_to: "Callable[[str], redis.Redis]"
+) -> None:
+    folder = tmp_path / "valkey"
+    folder.mkdir()
+    server = Valkey(folder)
+    server.start()
+    try:
+        client = connect_to(server.url)
+        write = client.register_script("redis.call('SET', KEYS[1], 'x')")
+        client.script_load(write.script)
+        what_happens(client, folder)
+
+        with pytest.raises(WritesRefusedError):
+            client.set("key", "x")
+        with pytest.raises(WritesRefusedError):
+            write(keys=["key"])
+        with client.pipeline() as pipeline, pytest.raises(WritesRefusedError):
+            pipeline.set("key", "x").execute()
+    finally:
+        # It would not stop before it has saved.
+        server.kill()
 
 
 # -- URLs --
