@@ -12,7 +12,7 @@ STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve setup test check format bench bench-peers soak docs lock clean
+.PHONY: help serve setup test check format bench bench-peers chaos soak docs lock clean
 
 help:
 	@echo "make serve        set up what is needed and serve on port 8000 (PORT=, ARGS= to change)"
@@ -22,6 +22,7 @@ help:
 	@echo "make format       let ruff format and fix the code"
 	@echo "make bench        measure this server (ARGS= for bench.run)"
 	@echo "make bench-peers  measure this server next to others"
+	@echo "make chaos        run only the tests that kill, stop and cut off (ARGS= for pytest)"
 	@echo "make soak         10,000 requests while workers are killed and clients leave (ARGS= for bench.soak)"
 	@echo "make docs         write docs/configuration.md from the settings"
 	@echo "make lock         resolve requirements/*.txt anew from pyproject.toml"
@@ -51,6 +52,9 @@ bench: setup
 
 bench-peers: setup
 	$(BIN)/python -m bench.peers $(ARGS)
+
+chaos: setup
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 soak: $(STAMPS)/serve $(STAMPS)/dev
 	$(BIN)/python -m bench.soak $(ARGS)

@@ -100,6 +100,7 @@ class OneProcess:
             prefill_chunk=prefill_chunk,
             step_tokens=step_tokens,
             reuse=self.backend.description.state_kind is StateKind.TRIMMABLE,
+            exact_prefill=self.backend.description.exact_prefill,
         )
         self.engine = Engine(self.backend, scheduler, self._emit, slots=slots, **engine_options)
         self.events: dict[str, list[Event]] = {}

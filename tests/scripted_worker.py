@@ -61,6 +61,11 @@ class Turn:
             raise Fenced
         self._seq += len(events)
 
+    @property
+    def written(self) -> int:
+        """How many entries are in the log."""
+        return self._seq
+
     def accept(self) -> None:
         self.append(Accepted(PROMPT_TOKENS))
 

@@ -126,6 +126,7 @@ class Worker:
             or (CPU_PREFILL_CHUNK if description.device == "cpu" else GPU_PREFILL_CHUNK),
             step_tokens=STEP_TOKENS,
             reuse=description.state_kind is StateKind.TRIMMABLE,
+            exact_prefill=description.exact_prefill,
         )
         self._engine = Engine(backend, scheduler, self._publisher.put, slots=description.slots)
         self._watchdog = Watchdog(self._engine, self._give_up, limit_s=settings.hang_timeout)

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.scheduler.plan import SlotStart, SlotWork
-from workers.scheduler.scheduler import MOST_PREFILL_CHUNKS, WORTH_WAITING_FOR, ScheduledStep, Scheduler, Sequence
+from workers.scheduler.scheduler import (
+    MOST_PREFILL_CHUNKS,
+    MOST_STEPS_AGAIN,
+    WORTH_WAITING_FOR,
+    ScheduledStep,
+    Scheduler,
+    Sequence,
+)
 
 STEP_LIMIT = 2000
 
@@ -385,6 +392,30 @@ def test_a_waiting_prompt_does_not_hold_up_those_behind_it() -> None:
 
     assert waits.slot is None
     assert other.slot is not None
+
+
+def test_an_answer_that_is_carried_on_is_computed_as_it_was_the_first_time() -> None:
+    scheduler = Scheduler(slots=2, prefill_chunk=8, step_tokens=32, reuse=True, exact_prefill=False)
+    sequence = Sequence([1, 2, 3, 10, 11, 12], prompt_length=3)
+    scheduler.add(sequence)
+
+    shapes = []
+    while sequence.computed < len(sequence.tokens):
+        scheduled = scheduler.schedule()
+        shapes += [(list(work.tokens), work.wants_logits) for work in scheduled.step.work]
+        scheduler.complete(scheduled)
+
+    assert shapes == [([1, 2, 3], False), ([10], False), ([11], False), ([12], True)]
+
+
+def test_an_answer_too_long_for_that_is_computed_at_once() -> None:
+    scheduler = Scheduler(slots=2, prefill_chunk=8, step_tokens=1024, reuse=True, exact_prefill=False)
+    sequence = Sequence([1] + [10] * (MOST_STEPS_AGAIN + 1), prompt_length=1)
+    scheduler.add(sequence)
+
+    (work,) = scheduler.schedule().step.work
+
+    assert len(work.tokens) == MOST_STEPS_AGAIN + 2
 
 
 def test_without_reuse_every_prompt_starts_from_nothing() -> None:

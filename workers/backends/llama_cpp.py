@@ -166,6 +166,8 @@ class LlamaCppBackend:
             vocabulary=self.tokenizer.size,
             device="gpu" if on_gpu else "cpu",
             state_kind=StateKind.RECURRENT if cannot_cut else StateKind.TRIMMABLE,
+            # Its kernels for one token and for many round differently (`bench/determinism.py`).
+            exact_prefill=False,
         )
 
     def start(self, slot: int, *, keep: int, source: int) -> None:

@@ -30,7 +30,8 @@ class Description:
     """What a loaded model is.
 
     `context` is the most tokens that one slot can hold, `slots` how many sequences run at once (it
-    can be fewer than asked for: a model that cannot be batched has one).
+    can be fewer than asked for: a model that cannot be batched has one). With `exact_prefill`, tokens
+    that are computed together give what they give one by one, so that no near tie falls the other way.
     """
 
     context: int
@@ -38,6 +39,7 @@ class Description:
     vocabulary: int
     device: str
     state_kind: StateKind
+    exact_prefill: bool = True
 
 
 class Tokenizer(Protocol):

@@ -18,6 +18,9 @@ from workers.scheduler.slots import Slot, common_prefix
 WORTH_WAITING_FOR = 16
 """A prompt waits for another that is being computed if that saves it at least so many tokens."""
 
+MOST_STEPS_AGAIN = 256
+"""Up to so many tokens of an answer are worth a step each, to be exactly what they were."""
+
 MOST_PREFILL_CHUNKS = 4
 """How often the usual share of prompt tokens a step takes, however many prompts wait."""
 
@@ -58,15 +61,19 @@ class Scheduler:
     `prefill_chunk` is the most prompt tokens in a step that also carries running answers, and up to
     `MOST_PREFILL_CHUNKS` of it where more prompts wait than answers run; `step_tokens` the most
     tokens of any step. `reuse` allows a slot to keep a prefix of what it holds; without it every
-    prompt starts from nothing.
+    prompt starts from nothing. Without `exact_prefill` the tokens of an answer that are computed again
+    are computed as they were the first time, one by one, unless they are more than `MOST_STEPS_AGAIN`.
     """
 
-    def __init__(self, *, slots: int, prefill_chunk: int, step_tokens: int, reuse: bool) -> None:
+    def __init__(
+        self, *, slots: int, prefill_chunk: int, step_tokens: int, reuse: bool, exact_prefill: bool = True
+    ) -> None:
         self._slots = [Slot(index) for index in range(slots)]
         self._free = set(range(slots))
         self._prefill_chunk = prefill_chunk
         self._step_tokens = max(step_tokens, slots)
         self._reuse = reuse
+        self._exact_prefill = exact_prefill
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._clock = 0
@@ -168,11 +175,19 @@ class Scheduler:
 
     def _plan(self, scheduled: ScheduledStep, sequence: Sequence, count: int) -> None:
         assert sequence.slot is not None
-        end = sequence.computed + count
+        end = sequence.computed + min(count, self._in_one_piece(sequence))
         tokens = sequence.tokens[sequence.computed : end]
         work = SlotWork(sequence.slot, sequence.computed, tokens, wants_logits=end == len(sequence.tokens))
         scheduled.step.work.append(work)
         scheduled.sequences.append(sequence)
+
+    def _in_one_piece(self, sequence: Sequence) -> int:
+        """How many of a sequence's next tokens may be computed at once."""
+        left = len(sequence.tokens) - sequence.computed
+        drawn = len(sequence.tokens) - sequence.prompt_length
+        if self._exact_prefill or drawn > MOST_STEPS_AGAIN:
+            return left
+        return max(1, min(left, sequence.prompt_length - sequence.computed))
 
     def _plan_alone(self, scheduled: ScheduledStep, suspect: Sequence) -> None:
         """A step of nothing but a suspect's tokens. There is a free slot: all suspects had one and left it."""
