@@ -46,7 +46,8 @@ def main() -> None:
     """Run what the command line asks for."""
     options = _options()
     clients = [int(count) for count in options.clients.split(",")]
-    contenders = [server for server in _contenders(options.engine) if _is_wanted(server, options.only)]
+    found = _contenders(options.engine, options.beside)
+    contenders = [server for server in found if _is_wanted(server, options.only)]
     measured: list[Measured] = []
     for slots in sorted({_slots_for(count) for count in clients}):
         counts = [count for count in clients if _slots_for(count) == slots]
@@ -67,23 +68,32 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="measure only servers whose name contains this; comma-separated")
+    parser.add_argument("--beside", type=Path, help="measure the Tokenmill of another checkout as well")
     parser.add_argument("--markdown", default="", help="file to write the table of ratios to")
     return parser.parse_args()
 
 
-def _contenders(engine: str) -> list[Server]:
-    """Ours first, then the peers that are installed."""
+def _contenders(engine: str, other_checkout: Path | None) -> list[Server]:
+    """Ours first, then that of another checkout if one is given, then the peers that are installed."""
+    model = f"smollm2={packaged_gguf() if engine == 'gguf' else smollm2_folder()}"
+    arguments = () if engine == "gguf" else ("--device", "cpu", "--dtype", "float32")
+    ours = [servers.tokenmill("tokenmill", model, *arguments)]
+    if other_checkout is not None:
+        name = f"tokenmill in {other_checkout.name}"
+        ours.append(servers.tokenmill(name, model, *arguments, checkout=other_checkout.resolve()))
+    return ours + _peers(engine)
+
+
+def _peers(engine: str) -> list[Server]:
     gguf = packaged_gguf()
     if engine == "gguf":
         found = [
-            servers.tokenmill("tokenmill", f"smollm2={gguf}"),
             servers.llama_server(gguf),
             servers.llama_cpp_server(gguf),
         ]
     else:
         folder = smollm2_folder()
         found = [
-            servers.tokenmill("tokenmill", f"smollm2={folder}", "--device", "cpu", "--dtype", "float32"),
             servers.transformers_serve(folder, batching=True),
             servers.transformers_serve(folder, batching=False),
         ]

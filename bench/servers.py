@@ -51,18 +51,18 @@ class Cost:
     peak_bytes: int
 
 
-def tokenmill(name: str, model: str, *arguments: str) -> Server:
-    """Ours, with every process as `tokenmill up` starts it."""
+def tokenmill(name: str, model: str, *arguments: str, checkout: Path = ROOT) -> Server:
+    """Ours, with every process as `tokenmill up` starts it, from this checkout or another."""
     served, _, _ = model.partition("=")
 
     def command(port: int, shape: Shape) -> list[str]:
         return [
-            *(sys.executable, "-m", "deploy.cli", "up", "--model", model, "--port", str(port)),
+            *(sys.executable, "-P", "-m", "deploy.cli", "up", "--model", model, "--port", str(port)),
             *("--slots", str(shape.slots), "--threads", str(shape.threads), "--ctx", str(shape.context)),
             *("--log-level", "warning", *arguments),
         ]
 
-    return Server(name, served, command, ready_path="/ready")
+    return Server(name, served, command, {"PYTHONPATH": str(checkout)}, ready_path="/ready")
 
 
 def llama_server(gguf: Path) -> Server | None:
