@@ -15,6 +15,7 @@ import redis
 from rq import Queue
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
+from rq.executions import ExecutionRegistry
 from rq.job import Job
 from rq.registry import CanceledJobRegistry
 from rq.serializers import JSONSerializer
@@ -40,6 +41,9 @@ JOB_FIELDS = frozenset(
     | {"created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat", "worker_name"}
 )
 """What is read of an RQ job."""
+
+EXECUTION_PREFIX = "rq:execution:"
+"""Before the `<job>:<execution>` of RQ's started registry it makes the key of the execution."""
 
 RESULT_TTL_S = 600
 FAILURE_TTL_S = 24 * 3600
@@ -311,8 +315,9 @@ class RequestQueue:
                 queue.intermediate_queue_key,
                 queue.started_job_registry.key,
                 DataJob.key_for(request_id),
+                ExecutionRegistry(request_id, connection=self._client).key,
             ],
-            args=[request_id, worker, int(died), MOST_DEATHS],
+            args=[request_id, worker, int(died), MOST_DEATHS, EXECUTION_PREFIX],
         )
         return Handover(as_text(outcome))
 

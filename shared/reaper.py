@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 from rq import Queue
-from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, ExecutionRegistry
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
@@ -24,7 +24,16 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 from shared import keys
 from shared.domain import Failed
 from shared.errors import ErrorCode
-from shared.queue import FAILURE_TTL_S, MOST_DEATHS, RESULT_TTL_S, DataJob, Handover, RequestQueue, mark_cancelled
+from shared.queue import (
+    EXECUTION_PREFIX,
+    FAILURE_TTL_S,
+    MOST_DEATHS,
+    RESULT_TTL_S,
+    DataJob,
+    Handover,
+    RequestQueue,
+    mark_cancelled,
+)
 from shared.store import as_text, script
 
 INTERVAL_S = 2.0
@@ -117,12 +126,19 @@ class Reaper:
         with self._client.pipeline() as pipeline:
             for member in self._client.zrange(started.key, 0, -1):
                 if as_text(member).partition(":")[0] == request_id:
-                    pipeline.zrem(started.key, as_text(member))
+                    self._forget_run(started.key, as_text(member), pipeline)
             job.set_status(JobStatus.FAILED, pipeline=pipeline)
             FailedJobRegistry(job.origin, connection=self._client, job_class=DataJob).add(
                 job, ttl=FAILURE_TTL_S, exc_string=reason, pipeline=pipeline
             )
             pipeline.execute()
+
+    def _forget_run(self, started: str, member: str, pipeline: "redis.client.Pipeline") -> None:
+        """Take one run of a job out of all that RQ keeps of it."""
+        request_id, _, run = member.partition(":")
+        pipeline.zrem(started, member)
+        pipeline.delete(EXECUTION_PREFIX + member)
+        pipeline.zrem(ExecutionRegistry(request_id, connection=self._client).key, run)
 
     def _job(self, request_id: str) -> DataJob | None:
         raw = self._client.hgetall(DataJob.key_for(request_id))
@@ -150,7 +166,9 @@ class Reaper:
                 if now - since < UNFINISHED_AFTER_S:
                     seen[(started, member)] = since
                     continue
-                self._client.zrem(started, member)
+                with self._client.pipeline() as pipeline:
+                    self._forget_run(started, member, pipeline)
+                    pipeline.execute()
                 self._finish_job(member.partition(":")[0], as_text(state or b"gone"))
         self._unfinished_since = seen
 

@@ -7,7 +7,9 @@
 -- KEYS[5] list        RQ's intermediate queue
 -- KEYS[6] sorted set  RQ's started registry
 -- KEYS[7] hash        RQ's job
--- ARGV: id, worker that must hold it, 1 if that worker died of something, how many deaths are too many
+-- KEYS[8] sorted set  RQ's executions of the job
+-- ARGV: id, worker that must hold it, 1 if that worker died of something, how many deaths are too many, prefix of
+--   the keys of RQ's executions
 -- Returns 'queued' | 'poison': it has ended too many workers, and is left as it is | 'jobless': there is no
 --   job to queue, and it is left as it is | 'lost': it is not, or no longer, that worker's
 local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline')
@@ -31,8 +33,10 @@ end
 for _, member in ipairs(redis.call('ZRANGE', KEYS[6], 0, -1)) do
   if string.sub(member, 1, #ARGV[1] + 1) == ARGV[1] .. ':' then
     redis.call('ZREM', KEYS[6], member)
+    redis.call('DEL', ARGV[5] .. member)
   end
 end
+redis.call('DEL', KEYS[8])
 redis.call('HSET', KEYS[7], 'status', 'queued')
 redis.call('HDEL', KEYS[7], 'worker_name', 'started_at')
 redis.call('LREM', KEYS[5], 0, ARGV[1])

@@ -121,6 +121,7 @@ def test_what_a_dead_worker_ran_goes_back_to_the_head_of_its_queue(
     live("dead")
     run_by(queue, client, "dead", "one")
     run_by(queue, client, "dead", "two")
+    start_in_rq(client, "dead", "two")
     LogWriter(client, "dead").append([Append("two", 1, 1, [Accepted(3)])])
     submit(queue, "waits")
     fleet.leave("dead")
@@ -136,6 +137,7 @@ def test_what_a_dead_worker_ran_goes_back_to_the_head_of_its_queue(
     assert queue.claim("two", model="fake", worker="alive", token="t").attempt == 2
     assert client.smembers(keys.WORKERS) == set()
     assert not client.exists(keys.running("dead"))
+    assert not list(client.scan_iter("rq:execution*"))
 
 
 def test_a_dead_worker_cannot_write_to_what_waits_for_another(
@@ -275,6 +277,7 @@ def test_rq_is_told_of_what_ended_just_before_its_worker_died(
     assert status(client, "one") is said
     assert StartedJobRegistry(INTERACTIVE, connection=client).get_job_ids(cleanup=False) == []
     assert client.ttl(DataJob.key_for("one")) > 0
+    assert not list(client.scan_iter("rq:execution*"))
 
 
 def test_rq_is_told_nothing_of_what_still_runs(
