@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--warm-up", type=int, default=500, help="requests before the first fault, not counted")
     parser.add_argument("--clients", type=int, default=32, help="how many ask at once")
-    parser.add_argument("--kill-every", type=float, default=4.0, help="seconds between faults, on average")
+    parser.add_argument("--kill-every", type=float, default=3.0, help="seconds between faults, on average")
     parser.add_argument("--seed", type=int, default=1, help="what is asked, who leaves and who is hit")
     parser.add_argument("--markdown", type=Path, help="write the section of docs/reliability.md here")
     options = parser.parse_args()

@@ -122,6 +122,7 @@ class _Visit:
     there: int
     key: str
     most: int
+    request_id: str = ""
 
     async def make(self, manner: Manner) -> None:
         """Send it in this manner, judge what comes and count it."""
@@ -135,7 +136,11 @@ class _Visit:
         self.tally.manners[manner] += 1
 
     def _complain(self, what: str) -> None:
-        self.tally.complaints.append(Complaint(Fault.LOST, f"{what}, for {self.ask.body!r}"))
+        self.tally.complaints.append(
+            Complaint(Fault.LOST, f"{self.request_id or 'unnamed'}: {what}, {self.ask.body!r}")
+        )
+        if self.request_id:
+            self.tally.sent.append(Sent(self.request_id, True))
 
     def _post(self, *, keyed: bool) -> str:
         fields = f"POST {self.ask.path} HTTP/1.1\r\nContent-Type: application/json\r\n"
@@ -147,8 +152,8 @@ class _Visit:
         async with _exchange(self.here, self._post(keyed=False), self.ask.body) as answer:
             body = await answer.body()
         told = whole_answer(body)
-        request_id = json.loads(body)["id"].partition("-")[2]
-        self._count(request_id, told.completion_tokens, differences(told, self.ask.expected), must_end_done=True)
+        self.request_id = json.loads(body)["id"].partition("-")[2]
+        self._count(told.completion_tokens, differences(told, self.ask.expected), must_end_done=True)
         return Manner.STAY
 
     async def _stream(self, manner: Manner) -> Manner:
@@ -157,6 +162,7 @@ class _Visit:
         keyed = manner is Manner.RESUME
         async with _exchange(self.here, self._post(keyed=keyed), self.ask.body) as answer:
             url = answer.headers["x-resume-url"]
+            self.request_id = url.rpartition("/")[2]
             has_left = await _read(answer, transcript, most=None if manner is Manner.STAY else self.most)
         if has_left and manner is Manner.RESUME:
             head = f"GET {url} HTTP/1.1\r\nLast-Event-ID: {transcript.ids[-1]}"
@@ -165,14 +171,14 @@ class _Visit:
         is_whole = not (has_left and manner is Manner.LEAVE)
         complaints = transcript.judged(self.ask.expected, whole=is_whole)
         tokens = transcript.told().completion_tokens
-        self._count(url.rpartition("/")[2], tokens, complaints, must_end_done=is_whole)
+        self._count(tokens, complaints, must_end_done=is_whole)
         return manner if has_left else Manner.STAY
 
-    def _count(self, request_id: str, tokens: int, complaints: list[Complaint], *, must_end_done: bool) -> None:
-        self.tally.sent.append(Sent(request_id, must_end_done))
+    def _count(self, tokens: int, complaints: list[Complaint], *, must_end_done: bool) -> None:
+        self.tally.sent.append(Sent(self.request_id, must_end_done))
         self.tally.tokens += tokens
         self.tally.complaints += [
-            Complaint(complaint.fault, f"{request_id}: {complaint.what}") for complaint in complaints
+            Complaint(complaint.fault, f"{self.request_id}: {complaint.what}") for complaint in complaints
         ]
 
 

@@ -52,7 +52,9 @@ class Blow(StrEnum):
     TERMINATE = "SIGTERM"
 
 
-SHARES = {Blow.KILL: 0.5, Blow.STOP: 0.25, Blow.TERMINATE: 0.25}
+SHARES = {Blow.KILL: 0.6, Blow.STOP: 0.1, Blow.TERMINATE: 0.3}
+"""Of the blows to all workers but the first."""
+
 EXIT_STATUS = {Blow.KILL: -signal.SIGKILL, Blow.TERMINATE: 0}
 
 

@@ -66,6 +66,7 @@ class Report:
             ("requests ended as poisonous", f"{self.ledger.poisonous}"),
             *((f"answers {fault}", f"{faults[fault]}") for fault in Fault),
             ("Redis keys without an expiry", f"{len(self.stored.without_expiry)}"),
+            ("keys in Redis at the end", f"{self.stored.kinds.total():,}"),
             ("Redis memory at the end, MB", f"{self.stored.used_bytes / 1e6:.0f}"),
         ]
 

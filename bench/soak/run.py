@@ -64,7 +64,6 @@ def soak(shape: Shape) -> Report:
         kept = stored(servers.client)
     growth = [Growth(name, before[name], after[name]) for name in before]
     complaints += [*ledger.complaints, *servers.workers.complaints]
-    complaints += [f"no expiry: {name}" for name in kept.without_expiry]
     complaints += [complaint for process in growth for complaint in process.complaints()]
     return Report(
         command=shape.command,
