@@ -12,6 +12,8 @@
 | tokenmill:workers | set | names of workers that may be alive | renewed with each lease |
 | tokenmill:model:<name> | string | what is known of a model that was served | a day |
 | tokenmill:reaper | string | who reaps now | the reaping interval |
+| tokenmill:unclaimed:<queue> | hash | jobs taken and not claimed, since when | a minute after the last look |
+| tokenmill:unfinished:<queue> | hash | runs of ended requests that RQ takes for started, since when | the same |
 """
 
 import hashlib
@@ -35,6 +37,9 @@ BACKGROUND_LOG_TTL_S = 24 * 3600
 
 RUNNING_TTL_S = 24 * 3600
 """How long a dead worker's claims are remembered, so that someone can end them."""
+
+REAPER_RECORD_TTL_S = 60
+"""How long what one reaper saw counts for the next."""
 
 MODEL_TTL_S = 24 * 3600
 """How long a model that nobody serves any more is known by name."""
@@ -78,6 +83,16 @@ def running(name: str) -> str:
 def model(name: str) -> str:
     """The string with a model's last known description."""
     return f"{PREFIX}model:{name}"
+
+
+def unclaimed(queue: str) -> str:
+    """The hash of jobs that lie between a queue and a claim, with the time since when."""
+    return f"{PREFIX}unclaimed:{queue}"
+
+
+def unfinished(queue: str) -> str:
+    """The hash of runs that have ended and that RQ has not been told of, with the time since when."""
+    return f"{PREFIX}unfinished:{queue}"
 
 
 def queue_name(model_name: str, priority: Priority) -> str:

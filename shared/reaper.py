@@ -7,8 +7,7 @@ at a time reaps, under a lock that expires by itself.
 """
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import redis
@@ -55,7 +54,10 @@ logger = logging.getLogger("tokenmill.reaper")
 
 
 class Reaper:
-    """Reaps when called; keeps between calls only when it first saw each unclaimed or unfinished job."""
+    """Reaps when called. What it has to remember until the next turn is in Redis: that may be another's.
+
+    `clock` gives seconds; by default it is Redis's, which is the same for all that reap.
+    """
 
     def __init__(
         self,
@@ -63,15 +65,13 @@ class Reaper:
         queue: RequestQueue,
         *,
         name: str,
-        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._client = client
         self._queue = queue
         self._name = name
-        self._monotonic = monotonic
+        self._clock = clock or self._redis_time
         self._rescue = script(client, "rescue")
-        self._unclaimed_since: dict[tuple[str, bytes], float] = {}
-        self._unfinished_since: dict[tuple[str, str], float] = {}
 
     def run_once(self) -> None:
         """Reap, unless another process did so within the interval."""
@@ -150,27 +150,20 @@ class Reaper:
 
     def _finish_ended(self) -> None:
         """Put RQ's records right of requests that ended too long ago to be started still."""
-        now = self._monotonic()
-        seen: dict[tuple[str, str], float] = {}
         for name in self._queue_names():
             started = StartedJobRegistry(name, connection=self._client, job_class=DataJob).key
             members = [as_text(raw) for raw in self._client.zrange(started, 0, -1)]
             with self._client.pipeline(transaction=False) as pipeline:
                 for member in members:
                     pipeline.hget(keys.request(member.partition(":")[0]), "state")
-                states = pipeline.execute()
-            for member, state in zip(members, states, strict=True):
-                since = self._unfinished_since.get((started, member), now)
-                if state in (b"queued", b"running"):
-                    continue
-                if now - since < UNFINISHED_AFTER_S:
-                    seen[(started, member)] = since
-                    continue
+                states = dict(zip(members, pipeline.execute(), strict=True))
+            ended = [member.encode() for member, state in states.items() if state not in (b"queued", b"running")]
+            for raw in self._overdue(keys.unfinished(name), ended, UNFINISHED_AFTER_S):
+                member = as_text(raw)
                 with self._client.pipeline() as pipeline:
                     self._forget_run(started, member, pipeline)
                     pipeline.execute()
-                self._finish_job(member.partition(":")[0], as_text(state or b"gone"))
-        self._unfinished_since = seen
+                self._finish_job(member.partition(":")[0], as_text(states[member] or b"gone"))
 
     def _finish_job(self, request_id: str, state: str) -> None:
         """Make RQ's record of a started job say that it has ended, unless it does."""
@@ -193,19 +186,33 @@ class Reaper:
 
     def _rescue_unclaimed(self) -> None:
         """Put back jobs that lie in RQ's intermediate queues for too long."""
-        now = self._monotonic()
-        seen: dict[tuple[str, bytes], float] = {}
         for name in self._queue_names():
             queue = Queue(name, connection=self._client, job_class=DataJob, serializer=JSONSerializer)
             between = IntermediateQueue.get_intermediate_queue_key(queue.key)
             job_ids: Any = self._client.lrange(between, 0, -1)
-            for job_id in job_ids:
-                since = self._unclaimed_since.get((between, job_id), now)
-                if now - since < UNCLAIMED_AFTER_S:
-                    seen[(between, job_id)] = since
-                elif self._rescue(keys=[between, queue.key, JOB_KEY_PREFIX + job_id], args=[job_id]):
+            for job_id in self._overdue(keys.unclaimed(name), job_ids, UNCLAIMED_AFTER_S):
+                if self._rescue(keys=[between, queue.key, JOB_KEY_PREFIX + job_id], args=[job_id]):
                     logger.warning("job %r was taken and never claimed: queued again", job_id)
-        self._unclaimed_since = seen
+
+    def _overdue(self, record: str, names: Iterable[bytes], after_s: float) -> list[bytes]:
+        """Those names that were given at every turn for so long; `record` is where it is kept since when."""
+        known: Any = self._client.hgetall(record)
+        names = set(names)
+        if not known and not names:
+            return []
+        now = self._clock()
+        since: dict[Any, Any] = {name: float(known.get(name, now)) for name in names}
+        with self._client.pipeline() as pipeline:
+            pipeline.delete(record)
+            if since:
+                pipeline.hset(record, mapping=since)
+                pipeline.expire(record, keys.REAPER_RECORD_TTL_S)
+            pipeline.execute()
+        return [name for name, first in since.items() if now - first >= after_s]
+
+    def _redis_time(self) -> float:
+        seconds, microseconds = self._client.time()
+        return seconds + microseconds / 1e6
 
     def _queue_names(self) -> list[str]:
         """The names of every RQ queue that a request was ever put on."""

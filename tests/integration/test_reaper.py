@@ -42,7 +42,7 @@ class Turns:
     def __init__(self, client: "redis.Redis", queue: RequestQueue) -> None:
         self.now = 0.0
         self._client = client
-        self._reaper = Reaper(client, queue, name="reaper", monotonic=lambda: self.now)
+        self._reaper = Reaper(client, queue, name="reaper", clock=lambda: self.now)
 
     def reap(self) -> None:
         self._client.delete(keys.REAPER_LOCK)
@@ -305,6 +305,19 @@ def test_one_process_reaps_at_a_time(
     Reaper(client, queue, name="second").run_once()
 
     assert LogReader(client).state("one") == "running"
+
+
+def test_what_is_never_claimed_goes_back_however_often_the_reapers_change(
+    client: "redis.Redis", queue: RequestQueue
+) -> None:
+    submit(queue, "taken")
+    take(client, "taken")
+
+    for now in (0.0, UNCLAIMED_AFTER_S):
+        client.delete(keys.REAPER_LOCK)
+        Reaper(client, queue, name=f"reaper-{now}", clock=lambda now=now: now).run_once()
+
+    assert Queue(INTERACTIVE, connection=client).job_ids == ["taken"]
 
 
 def test_a_job_that_was_taken_and_never_claimed_goes_back_to_the_head_of_its_queue(
