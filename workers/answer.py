@@ -76,13 +76,15 @@ class Answer:
                 self._let_out += len(self._stops.push(piece)) - len(piece)
                 self._drawn += 1
                 self.sent_tokens += 1
+        # Less text than tokens is let out only at the end: a stop string begins inside the last token, and may go on in
+        # tokens that were not.
+        unsent = len(text) - len(sent)
         self.finish = finish
-        if finish is None and self._stops.stopped:
+        if finish is None and (self._stops.stopped or 0 < unsent <= -self._let_out):
             self.finish = FinishReason.STOP
         elif finish is None and self._drawn >= self._max_tokens:
             self.finish = FinishReason.LENGTH
-        # A stop string may begin inside the last token, of which only the rest was let out.
-        return text == sent or (finish is FinishReason.STOP and text.startswith(sent))
+        return text.startswith(sent) and (unsent == 0 or self.finish is FinishReason.STOP)
 
     def draw(self, logits: Row) -> Chunk | None:
         """Draw the next token and return what may leave now, if anything; may set `finish`.
