@@ -110,7 +110,7 @@ or subscribed to. Each process against itself after the warm-up, before the firs
 
 Worker 1 is only stopped and woken, never ended, so that one lives through all of it. Valkey's memory is what is stored:
 a request and its log for five minutes after its end, RQ's record of it for ten, so nearly all of this run. `make soak`
-fails when an answer is lost, wrong or duplicated, a request is ended as poisonous, a key of ours or a job has no expiry,
-descriptors or threads of a process differ by more than ten, or, but for Valkey, its memory has grown by more than a
-fifth and 20 MB.
+fails when an answer is lost, wrong or duplicated, a request is ended as poisonous, a key of ours or a job has no
+expiry, descriptors or threads of a process differ by more than ten, or, but for Valkey, its memory has grown by more
+than a fifth and 20 MB.
 """
