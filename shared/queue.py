@@ -280,7 +280,7 @@ class RequestQueue:
         nothing else. `token` is new for each try and the same when one try is repeated after a broken connection.
         """
         outcome, *rest = self._claim(
-            keys=[keys.request(request_id), keys.waiting(model), keys.running(worker)],
+            keys=[keys.request(request_id), keys.waiting(model), keys.running(worker), keys.WORKERS],
             args=[
                 request_id,
                 worker,

@@ -3,7 +3,9 @@
 -- KEYS[1] hash        tokenmill:request:<id>
 -- KEYS[2] sorted set  tokenmill:waiting:<model>
 -- KEYS[3] set         tokenmill:running:<worker>
--- ARGV: id, worker, prefix of the workers' lease keys, ms that the set outlives a worker, a token
+-- KEYS[4] set         tokenmill:workers: the reaper must know of whoever holds something, be it that its lease
+--                     ran out and it was buried before it came to claim
+-- ARGV: id, worker, prefix of the workers' lease keys, ms that the sets outlive a worker, a token
 --       of this call: the same call sent twice gets the same answer, after how many deaths of workers
 --       it may only run alone, 1 if nothing else runs on this worker
 -- Returns {'claimed', attempt, ms until the deadline, deaths}
@@ -39,4 +41,6 @@ redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[2], 'claim', ARGV
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
+redis.call('SADD', KEYS[4], ARGV[2])
+redis.call('PEXPIRE', KEYS[4], ARGV[4])
 return {'claimed', attempt, remaining, deaths}

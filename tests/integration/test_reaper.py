@@ -134,10 +134,26 @@ def test_what_a_dead_worker_ran_goes_back_to_the_head_of_its_queue(
     assert set(waiting[:2]) == {"one", "two"}
     assert waiting[2:] == ["waits"]
     assert queue.depth("fake") == 3
-    assert queue.claim("two", model="fake", worker="alive", token="t").attempt == 2
     assert client.smembers(keys.WORKERS) == set()
     assert not client.exists(keys.running("dead"))
     assert not list(client.scan_iter("rq:execution*"))
+    assert queue.claim("two", model="fake", worker="alive", token="t").attempt == 2
+
+
+def test_what_a_worker_claimed_after_it_was_buried_goes_back_when_it_dies_for_good(
+    client: "redis.Redis", queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
+) -> None:
+    live("paused")
+    submit(queue, "one")
+    take(client, "one")
+    fleet.leave("paused")
+    turns.reap()
+    assert queue.claim("one", model="fake", worker="paused", token="t").outcome == "claimed"
+
+    turns.reap()
+
+    assert LogReader(client).state("one") == "queued"
+    assert Queue(INTERACTIVE, connection=client).job_ids == ["one"]
 
 
 def test_a_dead_worker_cannot_write_to_what_waits_for_another(
