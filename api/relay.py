@@ -201,6 +201,9 @@ class Following:
         now = self._relay.monotonic()
         if entries:
             self._heard_at = now
+            if is_terminal(entries[-1].event):
+                # Nothing can be missing after it, and a log that is asked would say that nothing more comes.
+                return entries
         if self._gap or now - self._heard_at >= self._relay.silence_s:
             entries += self._from_log()
             self._heard_at = self._relay.monotonic()

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 from servers import Valkey, wait_until
 
 from api.disconnect import ClientConnection
 from api.drain import Drain
 from api.relay import ClientGone, Following, Relay
-from api.subscriber import MAILBOX_LIMIT, Subscriber
+from api.subscriber import MAILBOX_LIMIT, Mailbox, Subscriber
+from shared.codec import encode_event
 from shared.domain import (
     Accepted,
     ChatMessage,
@@ -26,7 +28,7 @@ from shared.domain import (
 )
 from shared.errors import ErrorCode, RequestError
 from shared.keys import events, log, request, worker
-from shared.log import Append, Entry, LogReader, LogWriter
+from shared.log import Append, Entry, EntryId, LogReader, LogWriter
 from shared.queue import RequestQueue, Submitted
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")
@@ -74,6 +76,13 @@ class Bench:
         assert self._writer.append([Append("r", attempt, first_seq, written)]) == [True]
 
 
+class AwayReader(LogReader):
+    """A log's reader while Redis is away."""
+
+    def after(self, request_id: str, position: EntryId) -> list[Entry]:  # noqa: ARG002
+        raise redis.ConnectionError
+
+
 @pytest.fixture
 def bench(client: Any) -> Iterator[Bench]:
     bench = Bench(client)
@@ -103,6 +112,21 @@ def test_entries_come_once_and_in_order_and_end_with_the_terminal_one(bench: Ben
     assert [str(entry.id) for entry in entries] == ["1-1", "1-2", "1-3", "1-4"]
     assert [entry.event for entry in entries] == [Accepted(3), say("a"), say("b"), DONE]
     assert bench.subscriber.channels() == 0
+
+
+def test_an_end_that_is_heard_just_after_a_gap_is_the_end(bench: Bench) -> None:
+    mailbox = Mailbox(lambda _: None)
+    following = Following(
+        bench.relay, "r", mailbox, bench.connection, deadline=float("inf"), cancels=False, attributes={}
+    )
+    mailbox.mark_gap()
+    reader, bench.relay.reader = bench.relay.reader, AwayReader(bench.client)
+    assert next(following) == []
+    bench.relay.reader = reader
+    mailbox.put(b"1-1 " + encode_event(DONE))
+
+    assert [entry.event for entry in next(following)] == [DONE]
+    assert next(following, None) is None
 
 
 def test_messages_that_come_twice_are_dropped(bench: Bench) -> None:
