@@ -8,6 +8,7 @@ one that reads the subscription, one that reaps.
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -43,6 +44,9 @@ BACKLOG = 2048
 LOOK_LIMIT_S = 2.0
 """How long a start waits for a Redis that says nothing."""
 
+STORE_TIMEOUT_S = 2.0
+"""How long a command may take: nothing that a front end asks of Redis waits there, and a client waits for it."""
+
 END_MARGIN_S = 3
 """Added to the drain time, for streams to write their last event before gunicorn ends them."""
 
@@ -57,9 +61,7 @@ def serve(settings: ApiSettings) -> None:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
     )
     listener = bind(settings.host, settings.port)
-    if not settings.redis.startswith("unix:"):
-        # The embedded one is as we made it; and SIGTERM is not heard while this looks.
-        check_store(settings.redis)
+    check_store(settings.redis)
     setproctitle("tokenmill api")
     FrontEnd(settings, listener).run()
 
@@ -106,6 +108,16 @@ def _look_at_store(url: str, complaint: Any) -> None:
         logging.getLogger("tokenmill.api").warning("%s; until it can be, requests are answered with 503", error)
     except StoreError as error:
         complaint.put(str(error))
+
+
+def _die_when_told(_: Any, __: Any) -> None:
+    """Let signals end a worker that still starts.
+
+    Until it has handlers of its own it has those of the master, which note a signal that nobody looks at; it would
+    then serve on until the master's patience ends.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
@@ -188,6 +200,7 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
             "logger_class": Log,
             "proc_name": "tokenmill api",
             "control_socket_disable": True,
+            "post_fork": _die_when_told,
             "post_worker_init": self._start_greenlets,
         }
         for name, value in options.items():
@@ -202,7 +215,7 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
         from shared.reaper import Reaper
         from shared.store import connect
 
-        client = connect(self._settings.redis)
+        client = connect(self._settings.redis, socket_timeout_s=STORE_TIMEOUT_S)
         self._subscriber = Subscriber(client)
         collaborators = services(self._settings, client, self._subscriber, self._drain)
         self._reaper = Reaper(client, collaborators.queue, name=f"api-{socket.gethostname()}-{os.getpid()}")

@@ -152,7 +152,9 @@ class FleetView:
             known = self._fleet.is_known(name)
         if known:
             raise RequestError(
-                ErrorCode.MODEL_UNAVAILABLE, f"No worker for the model '{name}' is alive. Retry shortly.", param="model"
+                ErrorCode.MODEL_UNAVAILABLE,
+                f"No worker takes requests for the model '{name}' now. Retry shortly.",
+                param="model",
             )
         raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"The model '{name}' does not exist.", param="model")
 

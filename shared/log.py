@@ -176,6 +176,17 @@ class LogReader:
             before = entry.id
         return entries[: self.PAGE]
 
+    def whole(self, request_id: str) -> list[Entry]:
+        """All entries there are now.
+
+        Raises:
+            RequestError: as `after`.
+        """
+        entries: list[Entry] = []
+        while page := self.after(request_id, entries[-1].id if entries else START):
+            entries += page
+        return entries
+
     def around(self, request_id: str, position: EntryId) -> Surroundings:
         """Where `position` lies in the log."""
         key = keys.log(request_id)

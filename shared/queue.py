@@ -54,6 +54,8 @@ MOST_DEATHS = 3
 ALONE_AFTER_DEATHS = MOST_DEATHS - 1
 """After so many, it runs only where nothing else does: the last death must have been its own."""
 
+JOB_KEY_PREFIX = Job.redis_job_namespace_prefix.encode()
+
 CANCEL_COMMAND = "tokenmill-cancel"
 """Sent to a worker's RQ command channel when a request it runs has been concluded elsewhere."""
 
@@ -160,6 +162,7 @@ class RequestQueue:
         self._claim = script(client, "claim")
         self._conclude = script(client, "conclude")
         self._hand_over = script(client, "handover")
+        self._rescue = script(client, "rescue")
         self._queues: dict[tuple[str, Priority], Queue] = {}
 
     def submit(
@@ -295,6 +298,11 @@ class RequestQueue:
             return Claim(as_text(outcome))
         attempt, remaining_ms, deaths = rest
         return Claim("claimed", attempt, remaining_ms / 1000, deaths >= ALONE_AFTER_DEATHS)
+
+    def put_back(self, queue: Queue, job_id: bytes) -> bool:
+        """Put a job that was taken and never claimed back at the head of its queue, unless somebody has."""
+        places = [queue.intermediate_queue_key, queue.key, JOB_KEY_PREFIX + job_id]
+        return bool(self._rescue(keys=places, args=[job_id]))
 
     def hand_over(self, request_id: str, *, worker: str, died: bool) -> Handover:
         """Put a request that this worker runs back at the head of its queue, to be carried on.

@@ -13,7 +13,6 @@ from typing import Any
 import redis
 from rq import Queue
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, ExecutionRegistry
-from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
@@ -33,7 +32,7 @@ from shared.queue import (
     RequestQueue,
     mark_cancelled,
 )
-from shared.store import as_text, script
+from shared.store import as_text
 
 INTERVAL_S = 2.0
 UNCLAIMED_AFTER_S = 10.0
@@ -47,8 +46,6 @@ POISONOUS = Failed(
     f"{MOST_DEATHS} workers died while they ran this request. It is not tried again.",
 )
 LOST = Failed(ErrorCode.WORKER_LOST.value, "The worker that ran this request died. The request can be retried.")
-
-JOB_KEY_PREFIX = DataJob.redis_job_namespace_prefix.encode()
 
 logger = logging.getLogger("tokenmill.reaper")
 
@@ -71,7 +68,6 @@ class Reaper:
         self._queue = queue
         self._name = name
         self._clock = clock or self._redis_time
-        self._rescue = script(client, "rescue")
 
     def run_once(self) -> None:
         """Reap, unless another process did so within the interval."""
@@ -188,10 +184,9 @@ class Reaper:
         """Put back jobs that lie in RQ's intermediate queues for too long."""
         for name in self._queue_names():
             queue = Queue(name, connection=self._client, job_class=DataJob, serializer=JSONSerializer)
-            between = IntermediateQueue.get_intermediate_queue_key(queue.key)
-            job_ids: Any = self._client.lrange(between, 0, -1)
+            job_ids: Any = self._client.lrange(queue.intermediate_queue_key, 0, -1)
             for job_id in self._overdue(keys.unclaimed(name), job_ids, UNCLAIMED_AFTER_S):
-                if self._rescue(keys=[between, queue.key, JOB_KEY_PREFIX + job_id], args=[job_id]):
+                if self._queue.put_back(queue, job_id):
                     logger.warning("job %r was taken and never claimed: queued again", job_id)
 
     def _overdue(self, record: str, names: Iterable[bytes], after_s: float) -> list[bytes]:

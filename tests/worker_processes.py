@@ -18,7 +18,7 @@ from servers import ROOT, wait_until
 
 from shared.domain import Chunk, Event, Priority, is_terminal
 from shared.fleet import Fleet, WorkerInfo
-from shared.log import START, Entry, LogReader
+from shared.log import Entry, LogReader
 from shared.queue import RequestQueue, rq_queue
 
 END_LIMIT_S = 30.0
@@ -101,10 +101,7 @@ class Office:
 
     def entries(self, name: str) -> list[Entry]:
         """All entries of a request's log so far."""
-        entries: list[Entry] = []
-        while page := self._reader.after(name, entries[-1].id if entries else START):
-            entries += page
-        return entries
+        return self._reader.whole(name)
 
     def events(self, name: str) -> list[Event]:
         return [entry.event for entry in self.entries(name)]

@@ -121,7 +121,7 @@ class Answer:
         logprobs: list[ChosenLogprob] = []
         while self._held and (len(self._held[0].text) <= self._let_out or (at_end and self._let_out > 0)):
             held = self._held.popleft()
-            part = held.text[: max(0, self._let_out)]
+            part = held.text[: self._let_out]
             self._let_out -= len(part)
             text += part
             tokens.append(held.token)

@@ -8,6 +8,7 @@ thread, so one worker has as many jobs in progress as it has room for.
 import contextlib
 import logging
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,9 +28,9 @@ from rq.worker.base import BaseWorker, WorkerStatus
 from rq.worker_registration import clean_worker_registry
 
 from shared.codec import request_from_payload
-from shared.domain import Event, Failed, GenerationRequest, Priority
+from shared.domain import Failed, GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
-from shared.log import START, LogReader
+from shared.log import LogReader
 from shared.queue import CANCEL_COMMAND, DataJob, RequestQueue, rq_queue
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
@@ -110,7 +111,8 @@ class Intake(BaseWorker):
         self._on_drain = on_drain
         self._monotonic = monotonic
         self._last_rq_heartbeat = float("-inf")
-        self._heard_at = monotonic()
+        # Since when a command to itself has not come back; None while none is under way.
+        self._asked_at: float | None = None
 
     # --- RQ's loop: what happens between jobs ---
 
@@ -212,10 +214,19 @@ class Intake(BaseWorker):
         redis-py sends pings there, and waits for no answer.
         """
         now = self._monotonic()
-        if now - self._heard_at > DEAF_AFTER_S and self.pubsub is not None and self.pubsub.connection is not None:
-            self._heard_at = now
-            self.pubsub.connection.disconnect()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > DEAF_AFTER_S:
+            self._asked_at = now
+            self._wake_listener()
         send_command(self.connection, self.name, HELLO_COMMAND)
+
+    def _wake_listener(self) -> None:
+        """End the connection under RQ's listening thread. It alone may close it: it may be reading right now."""
+        connection: Any = self.pubsub.connection if self.pubsub is not None else None
+        if connection is not None and connection._sock is not None:
+            with contextlib.suppress(OSError):
+                connection._sock.shutdown(socket.SHUT_RDWR)
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002
         return RQ_SILENCE_S
@@ -252,7 +263,7 @@ class Intake(BaseWorker):
             self._engine.wait_until_idle(IDLE_WAIT_S)
             claim = self._with_patience(self._claimer(job.id))
         if claim.outcome == "alone":
-            self._with_patience(lambda: self._put_back(job, queue))
+            self._with_patience(lambda: self._requests.put_back(queue, job.id.encode()))
             return
         if claim.outcome != "claimed":
             self._refuse(running, claim.outcome)
@@ -296,23 +307,15 @@ class Intake(BaseWorker):
         """Prepare the prompts and start the engine on them, or reject the request."""
         try:
             prepare(attempt, self._encoder, self._engine.backend)
-            past = self._with_patience(lambda: self._past(attempt))
-            events = carry_on(attempt, past)
+            # What earlier attempts have written; nobody can add to it any more.
+            past = self._with_patience(lambda: self._reader.whole(attempt.request.id)) if attempt.number > 1 else []
+            events = carry_on(attempt, [entry.event for entry in past])
         except RequestError as error:
             self._publisher.put([(attempt, [Failed(error.code.value, error.message, error.param)])])
             return
         self._publisher.put([(attempt, events)])
         if not attempt.is_finished:
             self._engine.submit(attempt)
-
-    def _past(self, attempt: Attempt) -> list[Event]:
-        """What earlier attempts have written; nobody can add to it any more."""
-        events: list[Event] = []
-        position = START
-        while attempt.number > 1 and (page := self._reader.after(attempt.request.id, position)):
-            position = page[-1].id
-            events += [entry.event for entry in page]
-        return events
 
     def prepare_execution(self, job: Job) -> Execution:
         """RQ's record of a run, but not in its index of what a worker runs.
@@ -331,13 +334,6 @@ class Intake(BaseWorker):
         running.execution = self.prepare_execution(running.job)
         self.prepare_job_execution(running.job, remove_from_intermediate_queue=True)
         running.registered.set()
-
-    def _put_back(self, job: DataJob, queue: Queue) -> None:
-        """Return a job that was never claimed to the head of its queue."""
-        with self.connection.pipeline() as pipeline:
-            pipeline.lrem(queue.intermediate_queue_key, 1, job.id)
-            pipeline.lpush(queue.key, job.id)
-            pipeline.execute()
 
     def _refuse(self, running: RunningJob, outcome: str) -> None:
         """Deal with a job that is not to be run: it has ended, or someone else runs it."""
@@ -361,7 +357,7 @@ class Intake(BaseWorker):
     def _pubsub_exception_handler(self, exc: Exception, *_: Any) -> None:
         """Keep listening, whatever happens: RQ's own version ends the thread on a timeout."""
         logger.warning("RQ's commands cannot be heard: %s", exc, exc_info=not isinstance(exc, CONNECTION_ERRORS))
-        self._heard_at = self._monotonic()
+        self._asked_at = None
         time.sleep(RECONNECT_S)
 
     def handle_payload(self, message: Any) -> None:
@@ -370,7 +366,7 @@ class Intake(BaseWorker):
             command = parse_payload(message)
         except ValueError:
             command = None
-        self._heard_at = self._monotonic()
+        self._asked_at = None
         if not isinstance(command, dict):
             logger.warning("a command on RQ's channel cannot be read")
         elif command.get("command") == CANCEL_COMMAND:

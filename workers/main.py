@@ -196,6 +196,7 @@ class Worker:
         with contextlib.suppress(*CONNECTION_ERRORS):
             self._lease.renew()
         if not self._engine.wait_until_idle(self._settings.drain_timeout):
+            self._stop("watchdog", self._watchdog.stop)
             self._stop("engine", self._engine.stop)
         self._stop("publisher", self._publisher.stop)
         self._hand_over(died=False)

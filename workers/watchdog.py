@@ -19,23 +19,21 @@ class Watchdog:
     clock: a process that was stopped as a whole has not been hanging.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        give_up: Callable[[float], None],
-        *,
-        limit_s: float,
-    ) -> None:
+    def __init__(self, engine: Engine, give_up: Callable[[float], None], *, limit_s: float) -> None:
         self._engine = engine
         self._give_up = give_up
         self._limit_s = limit_s
         self._steps = 0
         self._stuck_s = 0.0
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Look no more: the engine is stopped on purpose."""
+        self._stopped.set()
 
     def run(self) -> None:
-        """The watchdog's thread; it ends with the process."""
-        pause = threading.Event()
-        while not pause.wait(TICK_S):
+        """The watchdog's thread."""
+        while not self._stopped.wait(TICK_S):
             self.look()
 
     def look(self) -> None:
