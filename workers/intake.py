@@ -1,31 +1,25 @@
 """The intake: takes RQ jobs while there is room and hands them to the engine.
 
-The only importer of RQ's worker. The main thread keeps RQ's `work()` loop, its registration and its
-signals; a job is prepared here, run by the engine, and finished by `workers.finisher` on another
-thread, so one worker has as many jobs in progress as it has room for.
+The main thread keeps RQ's `work()` loop, its registration and its signals (`workers.lasting_worker`); a
+job is prepared here, run by the engine, and finished by `workers.finisher` on another thread, so one
+worker has as many jobs in progress as it has room for.
 """
 
 import contextlib
 import logging
 import re
-import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import redis
 from rq import Queue
-from rq.command import handle_command, parse_payload, send_command
+from rq.command import handle_command, parse_payload
 from rq.exceptions import DequeueTimeout
-from rq.executions import Execution
 from rq.job import Job
-from rq.registry import clean_registries
-from rq.serializers import JSONSerializer
-from rq.timeouts import BaseDeathPenalty
-from rq.utils import now
-from rq.worker.base import BaseWorker, WorkerStatus
-from rq.worker_registration import clean_worker_registry
+from rq.worker.base import WorkerStatus
 
 from shared.codec import request_from_payload
 from shared.domain import Failed, GenerationRequest, Priority
@@ -36,6 +30,7 @@ from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
 from workers.engine import Engine
 from workers.finisher import Finisher, RunningJob
+from workers.lasting_worker import LastingWorker
 from workers.prepare import carry_on, prepare
 from workers.prompt import PromptEncoder
 from workers.publisher import Publisher
@@ -44,36 +39,14 @@ IDLE_WAIT_S = 1
 BACKGROUND_POLL_S = 0.2
 """How long an idle worker may wait for an interactive job before it looks for a background one."""
 
-RQ_HEARTBEAT_S = 5.0
-RQ_SILENCE_S = 24 * 3600
-"""After so long without a heartbeat RQ calls a running job abandoned, by the clock of whichever host looks. Who is
-dead the reaper knows, by leases; so this only has to be more than clocks can be wrong by."""
-
-HELLO_COMMAND = "tokenmill-hello"
-"""Sent by a worker to itself."""
-
-DEAF_AFTER_S = 3 * RQ_HEARTBEAT_S
-RECONNECT_S = 0.5
 JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
 """What RQ accepts as one."""
 
 logger = logging.getLogger("tokenmill.worker")
 
 
-class NoDeathPenalty(BaseDeathPenalty):
-    """RQ limits jobs by signals in the main thread; ours run elsewhere, and the engine knows deadlines."""
-
-    def setup_death_penalty(self) -> None:
-        pass
-
-    def cancel_death_penalty(self) -> None:
-        pass
-
-
-class Intake(BaseWorker):
+class Intake(LastingWorker):
     """An RQ worker that runs several jobs at once and keeps its model loaded."""
-
-    death_penalty_class = NoDeathPenalty
 
     def __init__(
         self,
@@ -94,10 +67,8 @@ class Intake(BaseWorker):
         super().__init__(
             [rq_queue(client, model, priority) for priority in (Priority.INTERACTIVE, Priority.BACKGROUND)],
             name=name,
-            connection=client,
-            job_class=DataJob,
-            serializer=JSONSerializer,
-            log_job_description=False,
+            client=client,
+            monotonic=monotonic,
         )
         self._model = model
         self._engine = engine
@@ -108,11 +79,8 @@ class Intake(BaseWorker):
         self._reader = reader
         self._on_ready = on_ready
         self._is_ready = False
+        self._has_stopped = threading.Event()
         self._on_drain = on_drain
-        self._monotonic = monotonic
-        self._last_rq_heartbeat = float("-inf")
-        # Since when a command to itself has not come back; None while none is under way.
-        self._asked_at: float | None = None
 
     # --- RQ's loop: what happens between jobs ---
 
@@ -181,76 +149,6 @@ class Intake(BaseWorker):
                 logger.warning("an entry of queue %s is no job's id: dropped", queue.name)
                 self.connection.lrem(between, 1, raw)
 
-    @contextlib.contextmanager
-    def _patience(self, what: str) -> Iterator[None]:
-        """Outlast a Redis that is away: the loop around this tries again."""
-        try:
-            yield
-        except CONNECTION_ERRORS as error:
-            logger.warning("cannot %s, Redis is away: %s", what, error)
-            time.sleep(RECONNECT_S)
-
-    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """RQ's own heartbeat, for its dashboards; ours is the lease."""
-        now = self._monotonic()
-        if pipeline is None and now - self._last_rq_heartbeat < RQ_HEARTBEAT_S:
-            return
-        self._last_rq_heartbeat = now
-        with self._patience("tell RQ of this worker"):
-            if pipeline is None:
-                self._be_known()
-                self._hear_itself()
-            super().heartbeat(timeout, pipeline)
-
-    def _be_known(self) -> None:
-        """Register once more if Redis came back without this worker."""
-        if not self.connection.hexists(self.key, "birth"):
-            self.connection.delete(self.key)
-            self.register_birth()  # type: ignore[no-untyped-call]
-
-    def _hear_itself(self) -> None:
-        """Send itself a command, and replace the connection on which it has heard none for too long.
-
-        redis-py sends pings there, and waits for no answer.
-        """
-        now = self._monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
-        elif now - self._asked_at > DEAF_AFTER_S:
-            self._asked_at = now
-            self._wake_listener()
-        send_command(self.connection, self.name, HELLO_COMMAND)
-
-    def _wake_listener(self) -> None:
-        """End the connection under RQ's listening thread. It alone may close it: it may be reading right now."""
-        connection: Any = self.pubsub.connection if self.pubsub is not None else None
-        if connection is not None and connection._sock is not None:
-            with contextlib.suppress(OSError):
-                connection._sock.shutdown(socket.SHUT_RDWR)
-
-    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002
-        return RQ_SILENCE_S
-
-    def clean_registries(self) -> None:
-        """RQ's tidying, without its own search for jobs that were taken and never begun: it goes by clocks as well."""
-        for queue in self.queues:
-            if queue.acquire_maintenance_lock():
-                clean_registries(queue)
-                clean_worker_registry(queue)
-                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
-        self.last_cleaned_at = now()  # type: ignore[assignment]  # RQ says None, and means until the first time
-
-    def run_maintenance_tasks(self) -> None:
-        with self._patience("tidy RQ's registries"):
-            super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
-
-    def check_for_suspension(self, burst: bool) -> None:
-        with self._patience("ask whether workers are suspended"):
-            super().check_for_suspension(burst)
-
-    def procline(self, message: str) -> None:
-        """Keep the process title that the command line gave."""
-
     # --- one job ---
 
     def execute_job(self, job: Job, queue: Queue) -> None:
@@ -317,18 +215,6 @@ class Intake(BaseWorker):
         if not attempt.is_finished:
             self._engine.submit(attempt)
 
-    def prepare_execution(self, job: Job) -> Execution:
-        """RQ's record of a run, but not in its index of what a worker runs.
-
-        rq-dashboard shows the first job of that index by unpickling it, whatever serializer it was told
-        of, and answers 500 for the whole list of workers. The started registry lists the same jobs.
-        """
-        with self.connection.pipeline() as pipeline:
-            execution = Execution.create(job, self.get_heartbeat_ttl(job), pipeline)
-            self.executions[execution.id] = execution
-            pipeline.execute()
-        return execution
-
     def _register(self, running: RunningJob) -> None:
         """Tell RQ that the job runs, and take it out of the intermediate queue."""
         running.execution = self.prepare_execution(running.job)
@@ -343,30 +229,15 @@ class Intake(BaseWorker):
             self._with_patience(lambda: self._requests.conclude(running.job.id, failure))
         self._with_patience(lambda: self._finisher.discard(running, is_running=outcome == "running"))
 
-    def _with_patience(self, act: Callable[[], Any]) -> Any:
-        """Repeat something that must happen until Redis is there for it."""
-        while True:
-            try:
-                return act()
-            except CONNECTION_ERRORS as error:
-                logger.warning("Redis is away: %s", error)
-                time.sleep(RECONNECT_S)
-
     # --- commands and the end ---
-
-    def _pubsub_exception_handler(self, exc: Exception, *_: Any) -> None:
-        """Keep listening, whatever happens: RQ's own version ends the thread on a timeout."""
-        logger.warning("RQ's commands cannot be heard: %s", exc, exc_info=not isinstance(exc, CONNECTION_ERRORS))
-        self._asked_at = None
-        time.sleep(RECONNECT_S)
 
     def handle_payload(self, message: Any) -> None:
         """Commands on RQ's channel: ours to let a request go, RQ's to stop a job or the worker."""
+        super().handle_payload(message)
         try:
             command = parse_payload(message)
         except ValueError:
             command = None
-        self._asked_at = None
         if not isinstance(command, dict):
             logger.warning("a command on RQ's channel cannot be read")
         elif command.get("command") == CANCEL_COMMAND:
@@ -390,12 +261,18 @@ class Intake(BaseWorker):
         """
         self._stop_requested = True
 
+    def stop_taking(self, timeout_s: float) -> None:
+        """The same from another thread, which waits until no job can be taken any more, or for so long."""
+        self._stop_requested = True
+        self._has_stopped.wait(timeout_s)
+
     @property
     def was_asked_to_stop(self) -> bool:
         """Whether a signal or command, and nothing unforeseen, ended the loop."""
         return self._stop_requested
 
     def teardown(self) -> None:
+        self._has_stopped.set()
         self._on_drain()
         with contextlib.suppress(*CONNECTION_ERRORS):
             super().teardown()  # type: ignore[no-untyped-call]

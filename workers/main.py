@@ -216,8 +216,9 @@ class Worker:
     def _give_up(self, stuck_s: float) -> None:
         """End a process whose engine hangs; what it ran is carried on at once, and a supervisor starts another."""
         logger.critical("the engine has made no progress for %.0f s: the worker exits", stuck_s)
-        self._publisher.stop()
-        self._threads["publisher"].join(JOIN_S)
+        # Or it would take back what is handed over.
+        self._intake.stop_taking(JOIN_S)
+        self._stop("publisher", self._publisher.stop)
         self._hand_over(died=True)
         os._exit(EXIT_BROKEN)
 
