@@ -48,7 +48,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a live worker says of itself with each renewal of its lease."""
+    """What a live worker says of itself with each renewal of its lease.
+
+    The last three are measured over the last minute and 0 when there was nothing to measure: tokens drawn per
+    second, and in seconds the median time from a request's submission to its first token, and between two tokens
+    of an answer.
+    """
 
     name: str
     model: ModelInfo
@@ -57,6 +62,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     slots: int
     running: int
+    tokens_per_s: float = 0.0
+    first_token_p50_s: float = 0.0
+    token_gap_p50_s: float = 0.0
 
 
 class Fleet:

@@ -2,7 +2,7 @@
 
 | key | type | what it holds | lifetime |
 | --- | --- | --- | --- |
-| tokenmill:request:<id> | hash | state, attempt, worker, model, priority, deadline, attributes | deadline + log TTL |
+| tokenmill:request:<id> | hash | state, attempt, worker, model, priority, times, attributes | deadline + log TTL |
 | tokenmill:log:<id> | stream | the request's events, ids `<attempt>-<seq>` | as the request |
 | tokenmill:idempotency:<sha256 of key> | hash | the request of a key, digest of its body | deadline + log TTL |
 | tokenmill:events:<id> | channel | `<attempt>-<seq> <event>`, published with each entry | none |

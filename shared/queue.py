@@ -117,13 +117,19 @@ class Claim(NamedTuple):
 
     `outcome` is `claimed`, `gone`, `ended`, `running`, `expired`, or `alone` for a request that may
     run only where nothing else does. The rest is set only with `claimed`: the attempt's number, the
-    seconds until the request's deadline, and whether nothing else may run beside it.
+    seconds until the request's deadline, and whether nothing else may run beside it; the seconds since its
+    submission, and those that it waited since then or since the attempt before; and if the worker of the
+    attempt before died, its name and how long it had run the request.
     """
 
     outcome: str
     attempt: int = 0
     remaining_s: float = 0.0
     is_alone: bool = False
+    age_s: float = 0.0
+    waited_s: float = 0.0
+    died: str = ""
+    ran_s: float = 0.0
 
 
 class Handover(StrEnum):
@@ -296,8 +302,17 @@ class RequestQueue:
         )
         if outcome != b"claimed":
             return Claim(as_text(outcome))
-        attempt, remaining_ms, deaths = rest
-        return Claim("claimed", attempt, remaining_ms / 1000, deaths >= ALONE_AFTER_DEATHS)
+        attempt, remaining_ms, deaths, age_ms, waited_ms, died, ran_ms = rest
+        return Claim(
+            "claimed",
+            attempt,
+            remaining_ms / 1000,
+            deaths >= ALONE_AFTER_DEATHS,
+            age_ms / 1000,
+            waited_ms / 1000,
+            as_text(died),
+            ran_ms / 1000,
+        )
 
     def put_back(self, queue: Queue, job_id: bytes) -> bool:
         """Put a job that was taken and never claimed back at the head of its queue, unless somebody has."""

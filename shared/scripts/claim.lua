@@ -8,9 +8,11 @@
 -- ARGV: id, worker, prefix of the workers' lease keys, ms that the sets outlive a worker, a token
 --       of this call: the same call sent twice gets the same answer, after how many deaths of workers
 --       it may only run alone, 1 if nothing else runs on this worker
--- Returns {'claimed', attempt, ms until the deadline, deaths}
---   | {'gone' | 'ended' | 'running' | 'expired' | 'alone': it must, and something else runs}
-local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline', 'claim', 'attempt', 'deaths')
+-- Returns {'claimed', attempt, ms until the deadline, deaths, ms since the request was submitted, ms that it waited
+--   since then or since the attempt before ended, the worker that died while it ran the attempt before or '', ms that
+--   it had run there} | {'gone' | 'ended' | 'running' | 'expired' | 'alone': it must, and something else runs}
+local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline', 'claim', 'attempt', 'deaths',
+  'submitted_at', 'queued_at', 'claimed_at', 'died', 'ran')
 local state = request[1]
 if not state then
   return {'gone'}
@@ -21,13 +23,19 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local remaining = tonumber(request[3]) - now
+local submitted_at, queued_at = tonumber(request[7] or now), tonumber(request[8] or now)
+local claimed_at = tonumber(request[9] or now)
+local died, ran = request[10] or '', tonumber(request[11] or 0)
 if state == 'running' then
   if request[4] == ARGV[5] then
-    return {'claimed', tonumber(request[5]), remaining, tonumber(request[6] or 0)}
+    return {'claimed', tonumber(request[5]), remaining, tonumber(request[6] or 0),
+      now - submitted_at, claimed_at - queued_at, died, ran}
   end
   if redis.call('EXISTS', ARGV[3] .. request[2]) == 1 then
     return {'running'}
   end
+  -- Its worker is dead, and no reaper has come by.
+  died, ran, queued_at = request[2], now - claimed_at, now
 end
 if remaining <= 0 then
   return {'expired'}
@@ -37,10 +45,11 @@ if deaths >= tonumber(ARGV[6]) and ARGV[7] ~= '1' then
   return {'alone'}
 end
 local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[2], 'claim', ARGV[5], 'seq', 0)
+redis.call('HSET', KEYS[1], 'state', 'running', 'worker', ARGV[2], 'claim', ARGV[5], 'seq', 0,
+  'queued_at', queued_at, 'claimed_at', now, 'died', died, 'ran', ran)
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
 redis.call('SADD', KEYS[4], ARGV[2])
 redis.call('PEXPIRE', KEYS[4], ARGV[4])
-return {'claimed', attempt, remaining, deaths}
+return {'claimed', attempt, remaining, deaths, now - submitted_at, now - queued_at, died, ran}

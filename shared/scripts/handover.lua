@@ -12,7 +12,9 @@
 --   the keys of RQ's executions
 -- Returns 'queued' | 'poison': it has ended too many workers, and is left as it is | 'jobless': there is no
 --   job to queue, and it is left as it is | 'lost': it is not, or no longer, that worker's
-local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline')
+local request = redis.call('HMGET', KEYS[1], 'state', 'worker', 'deadline', 'claimed_at')
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if request[1] ~= 'running' or request[2] ~= ARGV[2] then
   return 'lost'
 end
@@ -22,7 +24,8 @@ end
 if ARGV[3] == '1' and redis.call('HINCRBY', KEYS[1], 'deaths', 1) >= tonumber(ARGV[4]) then
   return 'poison'
 end
-redis.call('HSET', KEYS[1], 'state', 'queued')
+redis.call('HSET', KEYS[1], 'state', 'queued', 'queued_at', now,
+  'died', ARGV[3] == '1' and ARGV[2] or '', 'ran', now - tonumber(request[4] or now))
 redis.call('HDEL', KEYS[1], 'worker', 'claim')
 redis.call('SREM', KEYS[3], ARGV[1])
 redis.call('ZADD', KEYS[2], request[3], ARGV[1])

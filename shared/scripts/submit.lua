@@ -60,7 +60,8 @@ if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[4]) then
   redis.call('PEXPIRE', KEYS[2], ARGV[4])
 end
 redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', 0, 'deadline', deadline,
-  'model', ARGV[6], 'priority', ARGV[7], 'log_ttl', ARGV[5], 'token', ARGV[2])
+  'model', ARGV[6], 'priority', ARGV[7], 'log_ttl', ARGV[5], 'token', ARGV[2],
+  'submitted_at', now, 'queued_at', now)
 for i = 12, #ARGV, 2 do
   redis.call('HSET', KEYS[1], 'attribute:' .. ARGV[i], ARGV[i + 1])
 end

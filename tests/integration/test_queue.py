@@ -205,6 +205,40 @@ def test_the_same_claim_sent_twice_is_one_claim(queue: RequestQueue) -> None:
     assert claim(queue, token="t").attempt == claim(queue, token="t").attempt == 1
 
 
+def test_a_claim_says_how_long_the_request_waited_and_who_died_of_it(
+    client: "redis.Redis", queue: RequestQueue
+) -> None:
+    submit(queue)
+    client.hincrby(keys.request("r"), "submitted_at", -5000)
+    client.hincrby(keys.request("r"), "queued_at", -5000)
+    first = claim(queue, worker="first")
+    client.hincrby(keys.request("r"), "claimed_at", -3000)
+    queue.hand_over("r", worker="first", died=True)
+    second = claim(queue, worker="second")
+    queue.hand_over("r", worker="second", died=False)
+    third = claim(queue, worker="third")
+
+    assert first.age_s == pytest.approx(5, abs=1)
+    assert first.waited_s == pytest.approx(5, abs=1)
+    assert first.died == ""
+    assert second.age_s >= first.age_s
+    assert second.waited_s < 1
+    assert second.died == "first"
+    assert second.ran_s == pytest.approx(3, abs=1)
+    again = claim(queue, worker="third")
+    assert (again.attempt, again.waited_s) == (third.attempt, third.waited_s)
+    assert third.died == ""
+
+
+def test_a_claim_from_a_dead_worker_that_nobody_has_buried_names_it(client: "redis.Redis", queue: RequestQueue) -> None:
+    submit(queue)
+    live(client, "first")
+    claim(queue, worker="first")
+    client.delete(keys.worker("first"))
+
+    assert claim(queue, worker="second").died == "first"
+
+
 def test_what_a_live_worker_runs_cannot_be_claimed(client: "redis.Redis", queue: RequestQueue) -> None:
     live(client, "w")
     submit(queue)
