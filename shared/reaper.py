@@ -98,6 +98,9 @@ class Reaper:
                 pipeline.srem(WORKERS_BY_QUEUE_KEY % name, rq_key)
             pipeline.delete(rq_key)
             pipeline.execute()
+        if self._client.exists(keys.running(worker)):
+            # It has claimed since we looked, and a claim may have come before the worker was struck off.
+            self._client.sadd(keys.WORKERS, worker)
         logger.warning("worker %s is dead: %d requests of it go on elsewhere", worker, len(claimed))
 
     def _give_back(self, request_id: str, worker: str) -> None:

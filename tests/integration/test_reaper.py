@@ -17,7 +17,7 @@ from shared.domain import Accepted, Failed, Priority
 from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
 from shared.log import START, Append, LogReader, LogWriter, Written
-from shared.queue import MOST_DEATHS, DataJob, RequestQueue
+from shared.queue import MOST_DEATHS, DataJob, Handover, RequestQueue
 from shared.reaper import UNCLAIMED_AFTER_S, UNFINISHED_AFTER_S, Reaper
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")
@@ -154,6 +154,29 @@ def test_what_a_worker_claimed_after_it_was_buried_goes_back_when_it_dies_for_go
 
     assert LogReader(client).state("one") == "queued"
     assert Queue(INTERACTIVE, connection=client).job_ids == ["one"]
+
+
+def test_what_a_worker_claims_while_it_is_buried_goes_back_when_it_dies_for_good(
+    client: "redis.Redis", queue: RequestQueue, fleet: Fleet, live: Callable[[str], None], turns: Turns
+) -> None:
+    live("paused")
+    run_by(queue, client, "paused", "early")
+    submit(queue, "late")
+    take(client, "late")
+    fleet.leave("paused")
+
+    class ClaimedMeanwhile(RequestQueue):
+        def hand_over(self, request_id: str, *, worker: str, died: bool) -> Handover:
+            if request_id == "early":
+                assert queue.claim("late", model="fake", worker="paused", token="t").outcome == "claimed"
+            return super().hand_over(request_id, worker=worker, died=died)
+
+    Reaper(client, ClaimedMeanwhile(client), name="another").run_once()
+    assert LogReader(client).state("late") == "running"
+
+    turns.reap()
+
+    assert LogReader(client).state("late") == "queued"
 
 
 def test_a_dead_worker_cannot_write_to_what_waits_for_another(
