@@ -2,10 +2,12 @@
 
 import logging
 import re
+from http import HTTPStatus
 
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
+from api.errors import refusal_body, unknown_method_body, unknown_url_body
 from api.request_ids import new_request_id
 from api.routes.generation import MAX_BODY_BYTES, generation_routes
 from api.routes.health import health_routes
@@ -50,14 +52,14 @@ def _tell_request_id(response: Response) -> Response:
 
 def _http_error(error: HTTPException) -> Response:
     """What Flask itself refuses: unknown URLs, methods, bodies that are too large."""
-    status = error.code or 500
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    code = error.name.lower().replace(" ", "_")
-    response = json_response(error_body(error.description or error.name, kind, code=code), status)
-    for name, value in error.get_headers():
-        if name == "Allow":
-            response.headers[name] = value
-    return response
+    status = HTTPStatus(error.code or HTTPStatus.INTERNAL_SERVER_ERROR)
+    if isinstance(error, NotFound):
+        return json_response(unknown_url_body(request.method, request.path), status)
+    if isinstance(error, MethodNotAllowed):
+        allowed = ", ".join(sorted(error.valid_methods or ()))
+        body = unknown_method_body(request.method, request.path, allowed)
+        return json_response(body, status, {"Allow": allowed})
+    return json_response(refusal_body(status), status)
 
 
 def _unexpected_error(_: Exception) -> Response:

@@ -1,5 +1,6 @@
 """From an error code to HTTP: the one table with statuses, OpenAI's error types and Retry-After."""
 
+from http import HTTPStatus
 from typing import NamedTuple
 
 from api.schemas.error import ErrorBody, error_body
@@ -38,6 +39,21 @@ HTTP_ERRORS = {
     ErrorCode.EVENT_NOT_FOUND: HttpError(404, "invalid_request_error"),
 }
 
+REFUSALS = {
+    HTTPStatus.BAD_REQUEST: ("The request cannot be read.", ErrorCode.INVALID_REQUEST.value),
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: ("The request's body is too large.", "request_entity_too_large"),
+    HTTPStatus.REQUEST_URI_TOO_LONG: ("The request's URL is too long.", "request_uri_too_long"),
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: (
+        "The request's headers are too many or too long.",
+        "request_header_fields_too_large",
+    ),
+    HTTPStatus.NOT_IMPLEMENTED: ("The request's transfer coding is not known here.", "not_implemented"),
+}
+"""What is refused before any route sees it: message and code."""
+
+SHOWN_PATH = 200
+"""How much of an unknown path its error repeats."""
+
 
 def request_error(failure: Failed) -> RequestError:
     """The error in a terminal event; a code that only a newer worker knows is an engine error."""
@@ -51,3 +67,21 @@ def request_error(failure: Failed) -> RequestError:
 def request_error_body(error: RequestError) -> ErrorBody:
     """The error in OpenAI's shape."""
     return error_body(error.message, HTTP_ERRORS[error.code].type, param=error.param, code=error.code.value)
+
+
+def refusal_body(status: HTTPStatus) -> ErrorBody:
+    """The error of a request that no route sees."""
+    message, code = REFUSALS.get(status, (f"{status.phrase}.", status.name.lower()))
+    is_theirs = status in REFUSALS or status < HTTPStatus.INTERNAL_SERVER_ERROR
+    return error_body(message, "invalid_request_error" if is_theirs else "server_error", code=code)
+
+
+def unknown_url_body(method: str, path: str) -> ErrorBody:
+    """The error of a URL that is none of ours, as OpenAI words it: without a code."""
+    return error_body(f"Invalid URL ({method} {path[:SHOWN_PATH]})", "invalid_request_error")
+
+
+def unknown_method_body(method: str, path: str, allowed: str) -> ErrorBody:
+    """The error of a URL that is ours, for a method that it does not have."""
+    message = f"{method} is not allowed on {path[:SHOWN_PATH]}, which takes {allowed}."
+    return error_body(message, "invalid_request_error", code="method_not_allowed")

@@ -140,10 +140,10 @@ class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
             return
         import msgspec
 
-        from api.schemas.error import error_body
+        from api.errors import refusal_body
 
         status = next((status for kind, status in UNREADABLE.items() if isinstance(exc, kind)), HTTPStatus.BAD_REQUEST)
-        body = msgspec.json.encode(error_body(status.description or status.phrase, "invalid_request_error"))
+        body = msgspec.json.encode(refusal_body(status))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         with suppress(OSError):
             client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -24,6 +24,9 @@ POOL_WAIT_S = 20.0
 OLDEST_VERSION = (7, 0)
 SAFE_POLICY = "noeviction"
 
+WRITE_PROBE = "#!lua\nreturn 1"
+"""A script that does nothing and does not say so: Redis runs it only when it would let it write."""
+
 NO_PRIMARY_ERRORS = (ReadOnlyError, MasterDownError)
 """What a replica says. A connection that hears it was made before a failover; the next one finds the primary."""
 
@@ -127,6 +130,11 @@ def check(client: "redis.Redis", url: str) -> None:
             f"Redis at {shown} has the maxmemory-policy {policy}, which drops queued requests and their answers "
             f"when memory runs short: set it to {SAFE_POLICY}"
         )
+
+
+def check_takes_writes(client: "redis.Redis") -> None:
+    """Raise what Redis would answer to a write now (`CONNECTION_ERRORS`); nothing is written."""
+    client.eval(WRITE_PROBE, 0)
 
 
 def as_text(raw: object) -> str:

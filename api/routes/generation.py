@@ -33,7 +33,8 @@ SHAPE_ATTRIBUTE = "answer"
 NO_ONE_WAITS = 499
 MAX_BODY_BYTES = 10 * 1024 * 1024
 
-_IDEMPOTENCY_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+_IDEMPOTENCY_KEY = re.compile(r"[\x20-\x2b\x2d-\x7e]{1,255}")
+"""No comma: a header that is sent twice is the two values with a comma between them, here or at a proxy before us."""
 
 
 def shape_of(attributes: Mapping[str, str]) -> AnswerShape:
@@ -133,7 +134,7 @@ def _idempotency() -> Idempotency | None:
     if key is None:
         return None
     if not _IDEMPOTENCY_KEY.fullmatch(key):
-        message = f"Invalid '{IDEMPOTENCY_HEADER}': expected 1 to 255 printable ASCII characters."
+        message = f"Invalid '{IDEMPOTENCY_HEADER}': expected one, of 1 to 255 printable ASCII characters but no comma."
         raise RequestError(ErrorCode.INVALID_REQUEST, message, param=IDEMPOTENCY_HEADER)
     asked = request.path.encode() + b"\n" + request.get_data()
     return Idempotency(key, hashlib.sha256(asked).hexdigest())

@@ -2,10 +2,12 @@
 
 import redis
 from flask import Blueprint, Response
+from redis.exceptions import OutOfMemoryError
 
 from api.routes.json import json_response
 from api.services import Services
 from shared.errors import RequestError
+from shared.store import NO_PRIMARY_ERRORS, WritesRefusedError, check_takes_writes
 
 
 def health_routes(services: Services) -> Blueprint:
@@ -23,8 +25,12 @@ def health_routes(services: Services) -> Blueprint:
         if services.drain.has_begun():
             missing.append("this process is stopping")
         try:
-            services.client.ping()
             models = sorted(services.fleet.models())
+            check_takes_writes(services.client)
+        except OutOfMemoryError:
+            missing.append("Redis is out of memory")
+        except (*NO_PRIMARY_ERRORS, WritesRefusedError):
+            missing.append("Redis takes no writes")
         except (redis.RedisError, RequestError):
             missing.append("Redis cannot be reached")
         else:

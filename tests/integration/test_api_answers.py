@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis
 from scripted_worker import ScriptedWorker, Turn, say_words
 from servers import FrontEnd, wait_until
 
@@ -336,22 +337,58 @@ def test_every_refusal_has_openai_s_error_shape(front_end: FrontEnd, method: str
     assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
+def test_an_unknown_url_is_told_as_openai_tells_it(front_end: FrontEnd) -> None:
+    answer = httpx.post(f"{front_end.url}/v1/engines?x=1")
+
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "Invalid URL (POST /v1/engines)",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+def test_of_a_long_unknown_url_only_the_beginning_is_repeated(front_end: FrontEnd) -> None:
+    answer = httpx.get(f"{front_end.url}/{'x' * 3000}")
+
+    assert answer.status_code == 404
+    assert len(answer.json()["error"]["message"]) < 250
+
+
+def test_a_wrong_method_is_told_which_are_right(front_end: FrontEnd) -> None:
+    answer = httpx.get(f"{front_end.url}/v1/chat/completions")
+
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "OPTIONS, POST")
+    error = answer.json()["error"]
+    assert error["message"] == "GET is not allowed on /v1/chat/completions, which takes OPTIONS, POST."
+    assert error["code"] == "method_not_allowed"
+
+
 @pytest.mark.parametrize(
-    ("raw", "status"),
+    ("raw", "status", "code"),
     [
-        (b"NONSENSE\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"H%d: x\r\n" % n for n in range(200)) + b"\r\n", 431),
+        (b"NONSENSE\r\n\r\n", 400, "invalid_request"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400, "invalid_request"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: zip\r\n\r\n", 501, "not_implemented"),
+        (b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "request_uri_too_long"),
+        (
+            b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"H%d: x\r\n" % n for n in range(200)) + b"\r\n",
+            431,
+            "request_header_fields_too_large",
+        ),
     ],
-    ids=["no request", "bad length", "too many headers"],
+    ids=["no request", "bad length", "unknown coding", "long URL", "too many headers"],
 )
-def test_what_is_no_http_is_answered_in_the_same_shape(front_end: FrontEnd, raw: bytes, status: int) -> None:
+def test_what_is_no_http_is_answered_in_the_same_shape(front_end: FrontEnd, raw: bytes, status: int, code: str) -> None:
     with socket.create_connection(("127.0.0.1", front_end.port), timeout=5) as connection:
         connection.sendall(raw)
         head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
 
     assert int(head.split()[1]) == status
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert error["message"].startswith("The request")
 
 
 def test_a_body_in_chunks_of_unknown_length_is_read_and_limited_all_the_same(
@@ -400,6 +437,28 @@ def test_ready_tells_what_is_missing(
     assert served.json()["models"] == ["scripted"]
     assert (after.status_code, after.json()["missing"]) == (503, ["Redis cannot be reached"])
     assert httpx.get(f"{front_end.url}/health").status_code == 200
+
+
+def test_ready_is_not_said_of_a_redis_that_takes_no_writes(
+    start_front_end: Callable[..., FrontEnd],
+    start_worker: StartWorker,
+    own_valkey: Any,
+    connect_to: "Callable[[str], redis.Redis]",
+) -> None:
+    front_end = start_front_end(own_valkey.url)
+    start_worker(say_words("ok"), redis_url=own_valkey.url).stop()
+    redis_itself = connect_to(own_valkey.url)
+    wait_until(lambda: httpx.get(f"{front_end.url}/ready").status_code == 200, what="readiness")
+    found = []
+
+    for setting, bad, good in (("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)):
+        redis_itself.config_set(setting, bad)
+        refused = httpx.get(f"{front_end.url}/ready")
+        redis_itself.config_set(setting, good)
+        found.append((refused.status_code, refused.json()["missing"], httpx.get(f"{front_end.url}/ready").status_code))
+
+    assert found == [(503, ["Redis is out of memory"], 200), (503, ["Redis takes no writes"], 200)]
+    assert not redis_itself.keys("*ready*")
 
 
 def test_a_taken_port_is_one_clear_line(start_front_end: Callable[..., FrontEnd]) -> None:

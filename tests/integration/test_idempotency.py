@@ -109,7 +109,7 @@ def test_a_key_cannot_be_used_again_for_something_else(
     assert len(worker.turns) == 1
 
 
-@pytest.mark.parametrize("key", ["", " ", "x" * 256, "a\tb", "é"], ids=ascii)
+@pytest.mark.parametrize("key", ["", " ", "x" * 256, "a\tb", "é", "one,two"], ids=ascii)
 def test_a_key_that_cannot_be_one_is_refused_by_the_name_of_the_header(front_end: FrontEnd, key: str) -> None:
     with closing(post(front_end, CHAT, Idempotency_Key=key, Connection="close")) as connection:
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -118,9 +118,19 @@ def test_a_key_that_cannot_be_one_is_refused_by_the_name_of_the_header(front_end
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "Idempotency-Key"
 
 
+@pytest.mark.parametrize("second", ["another", "the-same"])
+def test_a_header_that_is_sent_twice_is_refused(front_end: FrontEnd, second: str) -> None:
+    headers = [("Idempotency-Key", "the-same"), ("Idempotency-Key", second)]
+
+    answer = httpx.post(f"{front_end.url}/v1/chat/completions", json=CHAT, headers=headers)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "Idempotency-Key"
+
+
 def test_the_longest_key_is_good(front_end: FrontEnd, start_worker: StartWorker) -> None:
     start_worker(say_words("ok"))
-    key = "".join(map(chr, range(0x21, 0x7F))).ljust(255, "~")
+    key = "".join(map(chr, range(0x21, 0x7F))).replace(",", "").ljust(255, "~")
 
     first, again = (ask(front_end, **{"Idempotency-Key": key}) for _ in range(2))
 
