@@ -49,18 +49,30 @@ def free_port() -> int:
 
 
 class Valkey:
-    """A Valkey server on a Unix socket and, for tests that need one, a TCP port."""
+    """A Valkey server on a Unix socket and, for tests that need one, a TCP port; or another binary that does the same.
 
-    def __init__(self, folder: Path, *, port: int = 0, options: tuple[str, ...] = ("--save", "")) -> None:
+    `url` is needed where the port asks for more than a connection, such as TLS or a user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        options: tuple[str, ...] = ("--save", ""),
+        url: str = "",
+        binary: str = "",
+    ) -> None:
         self._folder = folder
+        self._binary = binary or str(get_binary_path())
         self._socket = folder / "valkey.sock"
         self.port = port
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"redis://127.0.0.1:{port}/0" if port else f"unix://{self._socket}"
+        self.url = url or (f"redis://127.0.0.1:{port}/0" if port else f"unix://{self._socket}")
 
     def start(self) -> None:
-        command = [str(get_binary_path()), "--port", str(self.port), "--unixsocket", str(self._socket)]
+        command = [self._binary, "--port", str(self.port), "--unixsocket", str(self._socket)]
         command += ["--dir", str(self._folder), "--loglevel", "warning", *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         wait_until(self._answers, what="Valkey's start")
