@@ -32,12 +32,12 @@ help:
 serve: $(STAMPS)/serve
 	@exec $(BIN)/tokenmill up --port $(PORT) $(ARGS)
 
-setup: $(STAMPS)/serve $(STAMPS)/torch $(STAMPS)/dev
+setup: $(STAMPS)/serve $(STAMPS)/torch $(STAMPS)/otlp $(STAMPS)/dev
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMPS)/serve $(STAMPS)/dev
+check: $(STAMPS)/serve $(STAMPS)/otlp $(STAMPS)/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -91,6 +91,11 @@ $(STAMPS)/serve: requirements/serve.txt pyproject.toml | $(BIN)/python
 $(STAMPS)/torch: requirements/torch.txt | $(STAMPS)/serve
 	@echo "installing PyTorch and transformers into .venv"
 	$(PIP) install -r requirements/torch.txt
+	@touch $@
+
+$(STAMPS)/otlp: requirements/otlp.txt | $(STAMPS)/serve
+	@echo "installing OpenTelemetry, for traces, into .venv"
+	$(PIP) install --no-deps -r requirements/otlp.txt
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt | $(STAMPS)/serve

@@ -72,11 +72,11 @@ def marked_pins(requirements: set[str]) -> list[str]:
 
 
 def main() -> None:
-    """Resolve and write all three files."""
+    """Resolve and write all files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     base = [*project["dependencies"], *extras["gguf"]]
-    together = resolve(*base, *extras["torch"], *extras["dev"])
+    together = resolve(*base, *extras["torch"], *extras["otlp"], *extras["dev"])
     fixed = [f"{name}=={metadata['version']}" for name, metadata in together.items()]
     (ROOT / ".cache").mkdir(exist_ok=True)
     constraints = ROOT / ".cache" / "constraints.txt"
@@ -87,6 +87,7 @@ def main() -> None:
     parts = {
         "serve": pins(serve | unlisted["serve"], {}) + marked_pins(elsewhere(serve)),
         "torch": pins(resolve(*base, *extras["torch"], "-c", str(constraints)), serve),
+        "otlp": pins(resolve(*base, *extras["otlp"], "-c", str(constraints)), serve),
         "dev": pins(resolve(*base, *extras["dev"], "-c", str(constraints)) | unlisted["dev"], serve),
     }
     for name, lines in parts.items():
