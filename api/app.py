@@ -8,15 +8,19 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from api.errors import refusal_body, unknown_method_body, unknown_url_body
+from api.exchange import Observer
 from api.request_ids import new_request_id
 from api.routes.generation import MAX_BODY_BYTES, generation_routes
 from api.routes.health import health_routes
 from api.routes.json import error_response, json_response
+from api.routes.metrics import metrics_routes
 from api.routes.models import model_routes
 from api.routes.streams import stream_routes
 from api.schemas.error import error_body
 from api.services import Services
 from shared.errors import RequestError
+from shared.logs import about
+from shared.tracing import TRACEPARENT
 
 _SANE_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -28,26 +32,37 @@ def create_app(services: Services) -> Flask:
     app = Flask("tokenmill", static_folder=None)
     # Of a body without a length Flask reads so much and says nothing: one byte more shows it.
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES + 1
-    app.before_request(_give_ids)
-    app.after_request(_tell_request_id)
-    app.register_error_handler(RequestError, error_response)
+    app.before_request(lambda: _begin(services.observer))
+    app.after_request(_finish)
+    app.register_error_handler(RequestError, _request_error)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _unexpected_error)
-    for routes in (generation_routes, stream_routes, model_routes, health_routes):
+    for routes in (generation_routes, stream_routes, model_routes, health_routes, metrics_routes):
         app.register_blueprint(routes(services))
     return app
 
 
-def _give_ids() -> None:
+def _begin(observer: Observer) -> None:
     """A fresh id for the request itself; the client's own only names the exchange."""
     g.id = new_request_id()
+    endpoint = request.url_rule.rule if request.url_rule else None
+    traceparent = request.headers.get(TRACEPARENT, "")
+    g.exchange = observer.arrived(request_id=g.id, method=request.method, endpoint=endpoint, traceparent=traceparent)
     given = request.headers.get("x-request-id", "")
     g.request_id = given if _SANE_REQUEST_ID.fullmatch(given) else g.id
 
 
-def _tell_request_id(response: Response) -> Response:
+def _finish(response: Response) -> Response:
     response.headers["x-request-id"] = g.request_id
+    exchange = g.exchange
+    # Once the last byte is written, which for a stream is long after this.
+    response.call_on_close(lambda: exchange.closed(response.status_code))
     return response
+
+
+def _request_error(error: RequestError) -> Response:
+    g.exchange.fails(error)
+    return error_response(error)
 
 
 def _http_error(error: HTTPException) -> Response:
@@ -63,7 +78,8 @@ def _http_error(error: HTTPException) -> Response:
 
 
 def _unexpected_error(_: Exception) -> Response:
-    logger.exception("request %s failed", g.get("id"))
+    g.exchange.breaks()
+    logger.exception("request %s failed", g.id, extra=about(g.id))
     return json_response(
         error_body("The server had an error while processing your request.", "server_error", code="internal_error"), 500
     )

@@ -17,6 +17,7 @@ from api.subscriber import Mailbox, Subscriber
 from shared.domain import Failed, GenerationRequest, Priority, is_terminal
 from shared.errors import ErrorCode, RequestError
 from shared.log import START, Entry, LogReader, entry_from_message
+from shared.logs import about
 from shared.queue import Idempotency, RequestQueue, Submitted
 
 TICK_S = 0.5
@@ -125,7 +126,7 @@ class Following:
     A batch is empty when nothing came for TICK_S, so that the caller can do what is due. The last
     batch ends with the request's terminal entry; instead of it, a RequestError says what went
     wrong in following, or ClientGone that there is no use. `attributes` are those that the request was
-    submitted with. Used by one thread.
+    submitted with; `was_cancelled` once it was ended here because its client left. Used by one thread.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Following:
     ) -> None:
         self.request_id = request_id
         self.attributes = attributes
+        self.was_cancelled = False
         self._relay = relay
         self._mailbox = mailbox
         self._client = client
@@ -177,9 +179,11 @@ class Following:
         self._finish()
         if self._cancels and self._client.is_gone():
             try:
-                self._relay.queue.conclude(self.request_id, CANCELLED)
+                self.was_cancelled = self._relay.queue.conclude(self.request_id, CANCELLED)
             except redis.RedisError as error:
-                logger.warning("request %s could not be cancelled: %s", self.request_id, error)
+                logger.warning(
+                    "request %s could not be cancelled: %s", self.request_id, error, extra=about(self.request_id)
+                )
 
     def _finish(self) -> None:
         self._closed = True
@@ -228,7 +232,7 @@ class Following:
         try:
             page = self._relay.reader.after(self.request_id, self._position) or self._last_look()
         except redis.RedisError as error:
-            logger.debug("the log of %s cannot be read now: %s", self.request_id, error)
+            logger.debug("the log of %s cannot be read now: %s", self.request_id, error, extra=about(self.request_id))
             self._gap, self._more = True, False
             return []
         # One page a step, so that a slow client's backlog is never in memory as a whole.
@@ -262,7 +266,7 @@ class Following:
         """The client has left: cancel, however long Redis takes to hear of it."""
         while self._cancels and self._relay.monotonic() < self._deadline and not self._relay.drain.is_over():
             try:
-                self._relay.queue.conclude(self.request_id, CANCELLED)
+                self.was_cancelled = self._relay.queue.conclude(self.request_id, CANCELLED)
                 break
             except redis.RedisError:
                 self._mailbox.take(TICK_S)

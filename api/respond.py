@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 
 from api import sse
 from api.errors import request_error, request_error_body
+from api.exchange import Exchange
 from api.relay import ClientGone, Following
 from api.schemas.error import error_body
 from api.translate.answer import Answer, WholeChoice
 from shared.domain import Accepted, Chunk, Done, Failed, Finished, Usage
 from shared.errors import ErrorCode, RequestError
 from shared.log import Entry, EntryId
+from shared.logs import about
 
 logger = logging.getLogger("tokenmill.api")
 
@@ -34,7 +36,7 @@ def first_entries(
     return []
 
 
-def whole(following: Following, *, choices: int) -> tuple[list[WholeChoice], Usage]:
+def whole(following: Following, exchange: Exchange, *, choices: int) -> tuple[list[WholeChoice], Usage]:
     """All choices and the usage, once the request is done.
 
     Raises:
@@ -43,6 +45,7 @@ def whole(following: Following, *, choices: int) -> tuple[list[WholeChoice], Usa
     """
     gathered = [WholeChoice() for _ in range(choices)]
     for entries in following:
+        exchange.passes_on(entries)
         for entry in entries:
             _raise_if_failed(entry)
             match entry.event:
@@ -58,6 +61,7 @@ def whole(following: Following, *, choices: int) -> tuple[list[WholeChoice], Usa
 def stream(
     following: Following,
     answer: Answer,
+    exchange: Exchange,
     *,
     held: list[Entry],
     after: EntryId,
@@ -72,6 +76,7 @@ def stream(
         entries = held
         written_at = float("-inf")
         while True:
+            exchange.passes_on(entries)
             piece = b"".join(_events(answer, entry, shown=entry.id > after) for entry in entries)
             if piece:
                 yield piece
@@ -86,9 +91,11 @@ def stream(
     except ClientGone:
         return
     except RequestError as error:
+        exchange.fails(error)
         yield sse.event_without_id(request_error_body(error))
     except Exception:
-        logger.exception("the stream of request %s broke", following.request_id)
+        exchange.breaks()
+        logger.exception("the stream of request %s broke", following.request_id, extra=about(following.request_id))
         yield sse.event_without_id(error_body("The server had an error.", "server_error", code="internal_error"))
     finally:
         following.close()

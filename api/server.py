@@ -2,17 +2,23 @@
 
 The master only binds the port and forks. Everything that must see gevent's patched sockets and
 locks is imported in the worker, after patching. In each worker: one greenlet for each connection,
-one that reads the subscription, one that reaps.
+one that reads the subscription, one that reaps, and with traces one that sends them.
+
+What the workers count is in files of a folder that lives as long as the master, one set for each process.
 """
 
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
@@ -23,11 +29,15 @@ from gunicorn.workers.ggevent import GeventWorker
 from setproctitle import setproctitle
 
 from api.drain import Drain
+from shared import logs
 from shared.errors import StartupError, StoreAwayError, StoreError
 from shared.settings import ApiSettings
+from shared.tracing import Tracing, check_tracing
 
 if TYPE_CHECKING:
     from flask import Flask
+
+    from api.exchange import Observer
 
 CLIENT_TIMEOUT_S = 60.0
 """How long a client may neither take what is sent to it nor send the rest of its request."""
@@ -47,6 +57,12 @@ LOOK_LIMIT_S = 2.0
 STORE_TIMEOUT_S = 2.0
 """How long a command may take: nothing that a front end asks of Redis waits there, and a client waits for it."""
 
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Where prometheus_client, when it is imported, finds the folder for its files."""
+
+LIVE_GAUGES = "gauge_live*_{pid}.db"
+"""Its files with what a process has now, as opposed to what it has counted."""
+
 END_MARGIN_S = 3
 """Added to the drain time, for streams to write their last event before gunicorn ends them."""
 
@@ -57,13 +73,25 @@ def serve(settings: ApiSettings) -> None:
     Raises:
         StartupError: the address cannot be listened on, or Redis is not fit for use.
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
-    )
+    logs.configure(level=settings.log_level, format=settings.log_format)
+    check_tracing(settings.otlp_endpoint)
     listener = bind(settings.host, settings.port)
     check_store(settings.redis)
     setproctitle("tokenmill api")
-    FrontEnd(settings, listener).run()
+    with metrics_folder() as folder:
+        FrontEnd(settings, listener, folder).run()
+
+
+@contextmanager
+def metrics_folder() -> Iterator[Path]:
+    """An empty folder that is gone afterwards. The processes that are forked meanwhile leave it alone."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenmill-metrics-"))
+    owner = os.getpid()
+    try:
+        yield folder
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -124,6 +152,7 @@ class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
     """A worker process; `drain` tells its streams that it was told to stop."""
 
     drain: Drain | None = None
+    observer: "Observer | None" = None
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         """Serve one connection. Without a timeout a client that stops reading holds its greenlet for ever."""
@@ -143,6 +172,8 @@ class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
         from api.errors import refusal_body
 
         status = next((status for kind, status in UNREADABLE.items() if isinstance(exc, kind)), HTTPStatus.BAD_REQUEST)
+        if self.observer is not None:
+            self.observer.refused(status)
         body = msgspec.json.encode(refusal_body(status))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         with suppress(OSError):
@@ -174,12 +205,15 @@ class Log(Logger):  # type: ignore[misc]  # gunicorn has no types
 class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
     """What gunicorn runs."""
 
-    def __init__(self, settings: ApiSettings, listener: socket.socket) -> None:
+    def __init__(self, settings: ApiSettings, listener: socket.socket, metrics: Path) -> None:
         self._settings = settings
         self._listener = listener
+        self._metrics = metrics
         self._drain = Drain(settings.drain_timeout)
         self._subscriber: Any = None
         self._reaper: Any = None
+        self._observer: Observer | None = None
+        self._tracing: Tracing | None = None
         super().__init__()
 
     def load_config(self) -> None:
@@ -202,6 +236,8 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
             "control_socket_disable": True,
             "post_fork": _die_when_told,
             "post_worker_init": self._start_greenlets,
+            "worker_exit": self._send_last_spans,
+            "child_exit": self._forget_live_gauges,
         }
         for name, value in options.items():
             self.cfg.set(name, value)
@@ -209,21 +245,50 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
     def load(self) -> "Flask":
         """The app, made in the worker after patching."""
         setproctitle("tokenmill api")
+        os.environ[METRICS_VARIABLE] = str(self._metrics)
         from api.app import create_app
+        from api.exchange import Observer
+        from api.metrics import ApiMetrics, FleetCollector, scrape
         from api.services import services
         from api.subscriber import Subscriber
         from shared.reaper import Reaper
         from shared.store import connect
 
+        name = f"api-{socket.gethostname()}-{os.getpid()}"
         client = connect(self._settings.redis, socket_timeout_s=STORE_TIMEOUT_S)
         self._subscriber = Subscriber(client)
-        collaborators = services(self._settings, client, self._subscriber, self._drain)
-        self._reaper = Reaper(client, collaborators.queue, name=f"api-{socket.gethostname()}-{os.getpid()}")
+        endpoint = self._settings.otlp_endpoint
+        self._tracing = Tracing(endpoint, service="tokenmill-api", instance=name) if endpoint else None
+        self._observer = Observer(ApiMetrics(), tracing=self._tracing)
+        fleet = FleetCollector(client)
+        collaborators = services(
+            self._settings,
+            client,
+            self._subscriber,
+            self._drain,
+            self._observer,
+            scrape=lambda: scrape(self._metrics, fleet),
+        )
+        self._reaper = Reaper(client, collaborators.queue, name=name)
         return create_app(collaborators)
 
     def _start_greenlets(self, worker: Worker) -> None:
         from api.reaping import start_reaping
 
         worker.drain = self._drain
+        worker.observer = self._observer
         self._subscriber.start()
         start_reaping(self._reaper)
+
+    def _send_last_spans(self, _: Any, __: Worker) -> None:
+        """Runs in the worker, at its end."""
+        if self._tracing is not None:
+            self._tracing.stop()
+
+    def _forget_live_gauges(self, _: Any, worker: Worker) -> None:
+        """Runs in the master, once a worker is dead: streams that it had open are not open any more.
+
+        What prometheus_client has for this cannot be called here, since the master must not import it.
+        """
+        for path in self._metrics.glob(LIVE_GAUGES.format(pid=worker.pid)):
+            path.unlink(missing_ok=True)

@@ -1,10 +1,12 @@
 """The collaborators that the routes share, put together once for each process."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import redis
 
 from api.drain import Drain
+from api.exchange import Observer
 from api.relay import Relay
 from api.subscriber import Subscriber
 from shared.fleet import Fleet, FleetView
@@ -24,11 +26,21 @@ class Services:
     fleet: FleetView
     relay: Relay
     drain: Drain
+    observer: Observer
+    scrape: Callable[[], bytes]
+    """All metrics of this front end, in Prometheus's text format."""
 
 
-def services(settings: ApiSettings, client: "redis.Redis", subscriber: Subscriber, drain: Drain) -> Services:
+def services(
+    settings: ApiSettings,
+    client: "redis.Redis",
+    subscriber: Subscriber,
+    drain: Drain,
+    observer: Observer,
+    scrape: Callable[[], bytes],
+) -> Services:
     """The collaborators over one client and one subscriber."""
     queue = RequestQueue(client)
     reader = LogReader(client)
     relay = Relay(queue=queue, reader=reader, subscriber=subscriber, drain=drain)
-    return Services(settings, client, queue, reader, FleetView(Fleet(client)), relay, drain)
+    return Services(settings, client, queue, reader, FleetView(Fleet(client)), relay, drain, observer, scrape)

@@ -9,6 +9,7 @@ import threading
 import time
 
 import psutil
+from prometheus_client import CollectorRegistry
 
 from bench import servers
 from bench.load import ask, measure, prompt, quantile
@@ -17,6 +18,8 @@ from shared.domain import ChatMessage, ChatPrompt, Chunk, Event, GenerationReque
 from workers.attempt import Attempt
 from workers.backends.fake import FakeBackend, FakeOptions
 from workers.engine import Engine
+from workers.metrics import WorkerMetrics
+from workers.observer import Observer
 from workers.prepare import prepare
 from workers.prompt import PromptEncoder
 from workers.scheduler.scheduler import Scheduler
@@ -48,7 +51,7 @@ def engine_ttft(samples: int) -> float:
 
     backend = FakeBackend(FakeOptions(pace=PACE_S, end_every=0), slots=8)
     scheduler = Scheduler(slots=8, prefill_chunk=128, step_tokens=512, reuse=True)
-    engine = Engine(backend, scheduler, emit, slots=8)
+    engine = Engine(backend, scheduler, emit, observer=Observer(WorkerMetrics("fake", CollectorRegistry())), slots=8)
     encoder = PromptEncoder(backend.tokenizer)
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()

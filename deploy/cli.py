@@ -4,7 +4,6 @@ Nothing heavy is imported before it is needed: `--help` is quick, and `api` neve
 """
 
 import importlib.metadata
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,12 +14,11 @@ import click
 from setproctitle import setproctitle
 
 from deploy.options import LAUNCHER_ONLY, settings_option, settings_options, unknown_variables
+from shared import logs
 from shared.errors import SettingsError, StartupError
 from shared.settings import ApiSettings, WorkerSettings, source, variable
 
 Settings = TypeVar("Settings", ApiSettings, WorkerSettings)
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -94,7 +92,7 @@ def worker(model: str, **values: Any) -> int:
     settings = _settings(WorkerSettings, values | {"model": model})
     _require_redis(settings.redis)
     setproctitle(f"tokenmill worker {parse_model(model).name}")
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
+    logs.configure(level=settings.log_level, format=settings.log_format)
     from workers.main import run
 
     return run(settings)

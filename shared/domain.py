@@ -76,7 +76,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Each prompt gets `n` choices; choice `i` of prompt `p` has the index `p * n + i`.
     `max_tokens` None means: up to the model's context. `logprobs` None means none; a number asks
-    for that many alternatives beside each token (0: only the token's own).
+    for that many alternatives beside each token (0: only the token's own). `trace` is the W3C `traceparent` that the
+    spans of its attempts continue; without one it is not written at all, so that it is no change to the payload.
     """
 
     id: str
@@ -88,6 +89,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     priority: Priority = Priority.INTERACTIVE
+    trace: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def choices(self) -> int:

@@ -43,6 +43,8 @@ class ApiSettings:
     keep_alive: float = setting(10.0, "seconds between keep-alive comments on a silent stream", at_least=0.1)
     drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
     log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "whether a message is logged as text or as JSON", choices=("text", "json"))
+    otlp_endpoint: str = setting("", "URL of an OpenTelemetry collector that takes traces over HTTP; empty: no traces")
 
     def __post_init__(self) -> None:
         check(self)
@@ -87,7 +89,16 @@ class WorkerSettings:
         60.0, "seconds after which an interactive request that no front end listens to is ended", at_least=1
     )
     drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
+    metrics_port: int = setting(
+        0,
+        "port for /metrics, /health and /ready of a worker; 0: none. The workers of `up` take this one and the next",
+        at_least=0,
+        at_most=65535,
+    )
+    metrics_host: str = setting("127.0.0.1", "address that port is listened on")
     log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "whether a message is logged as text or as JSON", choices=("text", "json"))
+    otlp_endpoint: str = setting("", "URL of an OpenTelemetry collector that takes traces over HTTP; empty: no traces")
 
     def __post_init__(self) -> None:
         check(self)

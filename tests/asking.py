@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from servers import wait_until
 
 from shared.domain import (
@@ -25,6 +26,8 @@ from workers.attempt import Attempt
 from workers.backends.fake import FakeBackend, parse_options
 from workers.backends.protocol import Backend
 from workers.engine import Engine
+from workers.metrics import WorkerMetrics
+from workers.observer import Observer
 from workers.prepare import prepare
 from workers.prompt import PromptEncoder
 from workers.scheduler.scheduler import Scheduler
@@ -102,7 +105,9 @@ class OneProcess:
             reuse=self.backend.description.state_kind is StateKind.TRIMMABLE,
             exact_prefill=self.backend.description.exact_prefill,
         )
-        self.engine = Engine(self.backend, scheduler, self._emit, slots=slots, **engine_options)
+        self.registry = CollectorRegistry()
+        self.observer = Observer(WorkerMetrics("fake", self.registry))
+        self.engine = Engine(self.backend, scheduler, self._emit, observer=self.observer, slots=slots, **engine_options)
         self.events: dict[str, list[Event]] = {}
         self.steps: list[set[str]] = []
         self.after_end: list[Event] = []

@@ -16,6 +16,7 @@ from shared.errors import ErrorCode
 from workers.answer import Answer
 from workers.attempt import Attempt
 from workers.backends.protocol import Backend, Logits, StepError
+from workers.observer import Observer
 from workers.scheduler.scheduler import ScheduledStep, Scheduler, Sequence
 
 Emit = Callable[[list[tuple[Attempt, list[Event]]]], None]
@@ -36,12 +37,14 @@ class Engine:
         scheduler: Scheduler,
         emit: Emit,
         *,
+        observer: Observer,
         slots: int,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend = backend
         self._scheduler = scheduler
         self._emit = emit
+        self._observer = observer
         self._slots = slots
         self._monotonic = monotonic
         self._attempts: set[Attempt] = set()
@@ -159,7 +162,9 @@ class Engine:
             return
         self._scheduler.complete(scheduled)
         self._steps += 1
-        self._longest_step_s = max(self._longest_step_s, self._monotonic() - started_at)
+        ended_at = self._monotonic()
+        self._longest_step_s = max(self._longest_step_s, ended_at - started_at)
+        self._observer.stepped(started_at, ended_at)
         self._postprocess(scheduled, logits)
 
     def _postprocess(self, scheduled: ScheduledStep, logits: Logits) -> None:
@@ -168,10 +173,12 @@ class Engine:
         ended = 0
         row = 0
         for work, sequence in zip(scheduled.step.work, scheduled.sequences, strict=True):
+            attempt, answer = self._answers[sequence]
+            self._observer.worked_on(attempt)
             if not work.wants_logits:
                 continue
-            attempt, answer = self._answers[sequence]
             chunk = answer.draw(logits[row])
+            self._observer.drew(attempt, answer, chunk)
             row += 1
             events = emitted.setdefault(attempt, [])
             if chunk is not None:

@@ -31,6 +31,7 @@ from workers.attempt import Attempt
 from workers.engine import Engine
 from workers.finisher import Finisher, RunningJob
 from workers.lasting_worker import LastingWorker
+from workers.observer import Observer
 from workers.prepare import carry_on, prepare
 from workers.prompt import PromptEncoder
 from workers.publisher import Publisher
@@ -57,6 +58,7 @@ class Intake(LastingWorker):
         engine: Engine,
         publisher: Publisher,
         finisher: Finisher,
+        observer: Observer,
         encoder: PromptEncoder,
         queue: RequestQueue,
         reader: LogReader,
@@ -74,6 +76,7 @@ class Intake(LastingWorker):
         self._engine = engine
         self._publisher = publisher
         self._finisher = finisher
+        self._observer = observer
         self._encoder = encoder
         self._requests = queue
         self._reader = reader
@@ -174,6 +177,7 @@ class Intake(LastingWorker):
             return
         attempt = Attempt(request, claim.attempt, deadline, 0, [], claim.is_alone)
         self._finisher.expect(attempt, running)
+        self._observer.claimed(attempt, claim)
         self._publisher.open(attempt)
         self._begin(attempt)
         self._with_patience(lambda: self._register(running))
@@ -200,6 +204,7 @@ class Intake(LastingWorker):
         self._with_patience(lambda: self._requests.conclude(running.job.id, failure))
         self._with_patience(lambda: self._register(running))
         self._finisher.reject(running, failure)
+        self._observer.unreadable(failure.code)
 
     def _begin(self, attempt: Attempt) -> None:
         """Prepare the prompts and start the engine on them, or reject the request."""
@@ -208,6 +213,7 @@ class Intake(LastingWorker):
             # What earlier attempts have written; nobody can add to it any more.
             past = self._with_patience(lambda: self._reader.whole(attempt.request.id)) if attempt.number > 1 else []
             events = carry_on(attempt, [entry.event for entry in past])
+            self._observer.prepared(attempt)
         except RequestError as error:
             self._publisher.put([(attempt, [Failed(error.code.value, error.message, error.param)])])
             return

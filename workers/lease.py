@@ -5,6 +5,7 @@ On a thread of its own, so that neither a long step nor a slow intake can let th
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import redis
@@ -32,6 +33,7 @@ class LeaseKeeper:
         describe: Callable[[], WorkerInfo],
         *,
         lease_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._fleet = fleet
@@ -39,11 +41,20 @@ class LeaseKeeper:
         self._publisher = publisher
         self._describe = describe
         self._lease_s = lease_s
+        self._monotonic = monotonic
+        self._held_until = float("-inf")
         self._stopping = threading.Event()
 
     def renew(self) -> None:
         """Announce the worker now."""
+        asked_at = self._monotonic()
         self._fleet.renew(self._describe(), lease_s=self._lease_s)
+        self._held_until = asked_at + self._lease_s
+
+    @property
+    def is_held(self) -> bool:
+        """Whether Redis took the last renewal, and that one still counts."""
+        return self._monotonic() < self._held_until
 
     def stop(self) -> None:
         """Let `run` return."""
@@ -59,6 +70,7 @@ class LeaseKeeper:
                 self._drop_ended()
                 is_away = False
             except CONNECTION_ERRORS as error:
+                self._held_until = float("-inf")
                 if not is_away:
                     logger.warning("cannot renew the lease, Redis is away: %s", error)
                 is_away = True

@@ -10,6 +10,7 @@ Threads, and what each may do:
 | finisher | RQ's records of ended jobs | Redis |
 | lease | the worker's lease, reaping | Redis |
 | watchdog | nothing; ends the process when the engine hangs | Redis, at the end |
+| endpoint | nothing; answers probes and scrapes | their clients |
 | RQ commands | nothing; forwards cancellations | Redis |
 """
 
@@ -24,24 +25,30 @@ import time
 from collections.abc import Callable
 
 import redis
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from shared.domain import Failed
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
 from shared.log import LogReader, LogWriter
-from shared.queue import RequestQueue
+from shared.queue import Handover, RequestQueue
 from shared.reaper import Reaper
 from shared.settings import WorkerSettings
 from shared.store import CONNECTION_ERRORS, check, connect
+from shared.tracing import Tracing, check_tracing
 from workers.attempt import Attempt
 from workers.backends.protocol import Backend
+from workers.endpoint import Endpoint
 from workers.engine import Engine
 from workers.finisher import Finisher
 from workers.intake import Intake
 from workers.lease import RENEWALS_PER_LEASE, LeaseKeeper
+from workers.metrics import WorkerMetrics
 from workers.models import load_backend, parse_model
+from workers.observer import Observer
 from workers.prompt import PromptEncoder
 from workers.publisher import Outcome, Publisher
 from workers.scheduler.scheduler import Scheduler
+from workers.traces import AttemptTraces
 from workers.watchdog import Watchdog
 
 STEP_TOKENS = 512
@@ -72,11 +79,20 @@ def run(settings: WorkerSettings) -> int:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     spec = parse_model(settings.model)
+    check_tracing(settings.otlp_endpoint)
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    endpoint = Endpoint(settings.metrics_host, settings.metrics_port, registry) if settings.metrics_port else None
+    if endpoint is not None:
+        endpoint.start()
     client = connect(settings.redis)
     check(client, settings.redis)
     backend_name, backend = load_backend(spec.location, settings)
     encoder = PromptEncoder(backend.tokenizer)
-    worker = Worker(settings, spec.name, backend_name, backend, encoder, client)
+    worker = Worker(settings, spec.name, backend_name, backend, encoder, client, registry)
+    if endpoint is not None:
+        endpoint.watch(unhealthy=worker.unhealthy, missing=worker.missing)
     return worker.run()
 
 
@@ -91,6 +107,7 @@ class Worker:
         backend: Backend,
         encoder: PromptEncoder,
         client: "redis.Redis",
+        registry: CollectorRegistry,
     ) -> None:
         self._settings = settings
         self._state = WorkerState.READY
@@ -106,6 +123,10 @@ class Worker:
             created=int(time.time()),
         )
         self._slots = description.slots
+        metrics = WorkerMetrics(model, registry)
+        self._tracing = _tracing(settings.otlp_endpoint, self._name)
+        traces = AttemptTraces(self._tracing, self._name) if self._tracing else None
+        self._observer = Observer(metrics, traces=traces)
         # A connection that has gone silent must be given up in less time than the lease has left.
         lease_client = connect(
             settings.redis, socket_timeout_s=max(settings.lease / RENEWALS_PER_LEASE, LEASE_TIMEOUT_AT_LEAST_S)
@@ -128,7 +149,11 @@ class Worker:
             reuse=description.state_kind is StateKind.TRIMMABLE,
             exact_prefill=description.exact_prefill,
         )
-        self._engine = Engine(backend, scheduler, self._publisher.put, slots=description.slots)
+        self._engine = Engine(backend, scheduler, self._publisher.put, observer=self._observer, slots=description.slots)
+        room = description.slots * description.context
+        metrics.watch(
+            slots=description.slots, busy=lambda: scheduler.running, cache_usage=lambda: scheduler.computed / room
+        )
         self._watchdog = Watchdog(self._engine, self._give_up, limit_s=settings.hang_timeout)
         self._lease = LeaseKeeper(
             lease_client,
@@ -145,6 +170,7 @@ class Worker:
             engine=self._engine,
             publisher=self._publisher,
             finisher=self._finisher,
+            observer=self._observer,
             encoder=encoder,
             queue=requests,
             reader=LogReader(client),
@@ -165,7 +191,23 @@ class Worker:
         for name in ("engine", "publisher", "finisher", "watchdog"):
             self._threads[name].start()
         self._intake.work(logging_level="WARNING")
+        if self._tracing is not None:
+            self._tracing.stop()
         return 0 if self._intake.was_asked_to_stop else 1
+
+    def unhealthy(self) -> list[str]:
+        """What speaks for ending this process: an engine that has something to compute and does not get on."""
+        stuck_s = self._watchdog.stuck_s
+        return [f"the engine has completed no step for {stuck_s:.0f} s"] if stuck_s else []
+
+    def missing(self) -> list[str]:
+        """Why this worker takes no requests now."""
+        missing = self.unhealthy()
+        if self._state is WorkerState.DRAINING:
+            missing.append("the worker is stopping")
+        if not self._lease.is_held:
+            missing.append("the worker is not in the fleet, or Redis is away")
+        return missing
 
     def _announce(self) -> None:
         """Join the fleet: from here on jobs are taken and signals are heard."""
@@ -174,6 +216,7 @@ class Worker:
         logger.info("worker %s serves %s", self._name, self._model.name)
 
     def _describe(self) -> WorkerInfo:
+        beat = self._observer.pulse.read()
         return WorkerInfo(
             name=self._name,
             model=self._model,
@@ -182,6 +225,9 @@ class Worker:
             host=socket.gethostname(),
             slots=self._slots,
             running=self._engine.in_flight,
+            tokens_per_s=beat.tokens_per_s,
+            first_token_p50_s=beat.first_token_p50_s,
+            token_gap_p50_s=beat.token_gap_p50_s,
         )
 
     def _ended(self, attempt: Attempt, outcome: Outcome, failure: Failed | None) -> None:
@@ -189,6 +235,7 @@ class Worker:
         if outcome is not Outcome.DONE:
             self._engine.cancel(attempt)
         self._finisher.ended(attempt, outcome, failure)
+        self._observer.ended(attempt, outcome, failure)
 
     def _drain(self) -> None:
         """Finish what runs, within the drain timeout; hand the rest over with what it has."""
@@ -210,7 +257,8 @@ class Worker:
         """Give what is not finished back to the queue. What fails here the reaper does once the lease is over."""
         for attempt in self._publisher.attempts():
             with contextlib.suppress(redis.RedisError):
-                self._requests.hand_over(attempt.request.id, worker=self._name, died=died)
+                if self._requests.hand_over(attempt.request.id, worker=self._name, died=died) is Handover.QUEUED:
+                    self._observer.handed_over(attempt)
             self._publisher.drop(attempt)
 
     def _give_up(self, stuck_s: float) -> None:
@@ -226,6 +274,10 @@ class Worker:
         ask()
         if self._threads[name].is_alive():
             self._threads[name].join(JOIN_S)
+
+
+def _tracing(endpoint: str, worker: str) -> Tracing | None:
+    return Tracing(endpoint, service="tokenmill-worker", instance=worker) if endpoint else None
 
 
 def _thread(name: str, target: Callable[[], None]) -> threading.Thread:

@@ -31,6 +31,11 @@ class Watchdog:
         """Look no more: the engine is stopped on purpose."""
         self._stopped.set()
 
+    @property
+    def stuck_s(self) -> float:
+        """How long the engine has been at work without a step, once that is half of what is too long; else 0."""
+        return self._stuck_s if self._stuck_s > self._limit() / 2 else 0.0
+
     def run(self) -> None:
         """The watchdog's thread."""
         while not self._stopped.wait(TICK_S):

@@ -87,10 +87,11 @@ def _answer(services: Services, endpoint: str, body: GenerationFields, generatio
     )
     following = _follow(services, generation, shape)
     shape = shape_of(following.attributes)
+    g.exchange.follows(following, model=shape.model)
     settings = services.settings
     try:
         if not body.stream:
-            choices, usage = respond.whole(following, choices=shape.choices)
+            choices, usage = respond.whole(following, g.exchange, choices=shape.choices)
             following.close()
             return json_response(answer_of(shape).whole(choices, usage))
         held = respond.first_entries(following, wait_s=settings.accept_wait)
@@ -99,7 +100,10 @@ def _answer(services: Services, endpoint: str, body: GenerationFields, generatio
     except BaseException:
         following.close()
         raise
-    events = respond.stream(following, answer_of(shape), held=held, after=START, keep_alive_s=settings.keep_alive)
+    g.exchange.streams()
+    events = respond.stream(
+        following, answer_of(shape), g.exchange, held=held, after=START, keep_alive_s=settings.keep_alive
+    )
     response = Response(events, headers=sse.headers(following.request_id))
     # A stream that never begins has no `finally`.
     response.call_on_close(following.close)
@@ -111,13 +115,19 @@ def _follow(services: Services, generation: GenerationRequest, shape: AnswerShap
     idempotency = _idempotency()
     client = ClientConnection(request.environ)
     try:
-        check_tokens(generation, services.fleet.require(generation.model))
-    except RequestError:
+        model = services.fleet.require(generation.model)
+        g.exchange.names_model(model.name)
+        check_tokens(generation, model)
+    except RequestError as error:
+        if error.code is ErrorCode.MODEL_UNAVAILABLE:
+            g.exchange.names_model(generation.model)
         # What was asked before does not need a worker that is there now.
         earlier = services.queue.earlier(generation, idempotency) if idempotency else None
         if earlier is None:
             raise
         return services.relay.join(earlier, client)
+    if g.exchange.trace:
+        generation = msgspec.structs.replace(generation, trace=g.exchange.trace)
     return services.relay.submit(
         generation,
         client,

@@ -1,6 +1,6 @@
 """GET /v1/streams/<id>: the rest of a request's stream, from any process, while it runs and after."""
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response, g, request
 
 from api import respond, sse
 from api.disconnect import ClientConnection
@@ -22,7 +22,9 @@ def stream_routes(services: Services) -> Blueprint:
     def resume_stream(request_id: str) -> Response:
         submitted = _submitted(services, request_id)
         after = _position(services.reader, request_id, submitted.state)
+        shape = shape_of(submitted.attributes)
         following = services.relay.resume(request_id, submitted, ClientConnection(request.environ))
+        g.exchange.follows(following, model=shape.model)
         try:
             # The log is read at once, so what is wrong with its beginning is still a real HTTP error.
             held = next(following)
@@ -32,9 +34,11 @@ def stream_routes(services: Services) -> Blueprint:
             if error.code is ErrorCode.REQUEST_LOST:
                 raise _damaged(error.message) from error
             raise
+        g.exchange.streams(is_resumed=True)
         events = respond.stream(
             following,
-            answer_of(shape_of(submitted.attributes)),
+            answer_of(shape),
+            g.exchange,
             held=held,
             after=after,
             keep_alive_s=services.settings.keep_alive,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from api.schemas import chat, completions
 from api.schemas.answer import FINISH_REASONS
 from api.schemas.parsing import parse
@@ -17,6 +19,8 @@ from shared.domain import Chunk, Done, Event, Finished, GenerationRequest
 from workers.attempt import Attempt
 from workers.backends.fake import FakeBackend, FakeOptions
 from workers.engine import Engine
+from workers.metrics import WorkerMetrics
+from workers.observer import Observer
 from workers.prepare import prepare
 from workers.prompt import PromptEncoder
 from workers.scheduler.scheduler import Scheduler
@@ -105,7 +109,7 @@ def _answers(drafts: Iterable[tuple[str, dict[str, Any]]]) -> list[Told]:
 
     backend = FakeBackend(FakeOptions(end_every=END_EVERY), slots=2)
     scheduler = Scheduler(slots=2, prefill_chunk=4096, step_tokens=4096, reuse=False)
-    engine = Engine(backend, scheduler, emit, slots=2)
+    engine = Engine(backend, scheduler, emit, observer=Observer(WorkerMetrics("fake", CollectorRegistry())), slots=2)
     encoder = PromptEncoder(backend.tokenizer)
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()

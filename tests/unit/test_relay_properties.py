@@ -8,11 +8,14 @@ import redis
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prometheus_client import CollectorRegistry
 from streaming import events
 
 from api import respond, sse
 from api.disconnect import ClientConnection
 from api.drain import Drain
+from api.exchange import Observer
+from api.metrics import ApiMetrics
 from api.relay import SILENCE_S, Following, Relay
 from api.schemas.answer import AnswerShape
 from api.subscriber import Mailbox
@@ -127,8 +130,9 @@ class Reader:
 
     def _read(self, following: Following, after: EntryId) -> Iterator[bytes]:
         # With no time between comments each step of the relay is one piece.
+        exchange = Observer(ApiMetrics(CollectorRegistry())).arrived(request_id="r", method="POST", endpoint=None)
         return respond.stream(
-            following, ChatAnswer(SHAPE), held=[], after=after, keep_alive_s=0.0, monotonic=self._world.clock
+            following, ChatAnswer(SHAPE), exchange, held=[], after=after, keep_alive_s=0.0, monotonic=self._world.clock
         )
 
     def step(self) -> None:

@@ -90,6 +90,11 @@ class Scheduler:
         """Sequences that have none yet."""
         return len(self._waiting)
 
+    @property
+    def computed(self) -> int:
+        """Tokens of running sequences that are in their slots. May be asked by any thread."""
+        return sum(sequence.computed for sequence in list(self._running))
+
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for a slot, behind those that wait already."""
         self._waiting.append(sequence)
