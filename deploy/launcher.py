@@ -145,6 +145,7 @@ class Launcher:
             for number in range(1, count + 1):
                 title = f"worker {model.name}" + (f" ({number} of {count})" if count > 1 else "")
                 self._say(f"starting {title}")
+                settings = dataclasses.replace(settings, metrics_port=self._next_metrics_port())
                 self._workers.append(
                     Service(title, _starter("worker", settings), lambda pid: worker_is_ready(fleet, pid))
                 )
@@ -154,6 +155,11 @@ class Launcher:
             _starter("api", dataclasses.replace(self._plan.api, redis=self._redis_url)),
             lambda _: all(worker.ready for worker in self._workers) and front_end_is_ready(self._url),
         )
+
+    def _next_metrics_port(self) -> int:
+        """Each worker has a port of its own, one after the other; 0 stays none."""
+        first = self._plan.worker.metrics_port
+        return first + len(self._workers) if first else 0
 
     def _threads_each(self) -> int:
         """What was asked for, or an equal share of the cores: threads beyond those only wait for each other."""
