@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.children import Child
 from deploy.instance import Instance, InstanceFile, sweep
-from deploy.models import check_exists
+from deploy.models import check_models
 from deploy.options import as_environment
 from deploy.probes import choose_port, front_end_is_ready, local_url, worker_is_ready
 from deploy.service import Change, Service, Startable
@@ -54,8 +54,7 @@ def launch(plan: Plan, say: Callable[[str], None]) -> None:
     Raises:
         StartupError: something cannot be started, or not be kept running. Nothing runs any more then.
     """
-    for model in plan.models:
-        check_exists(model)
+    check_models(plan.models, plan.worker)
     port = choose_port(plan.api.host, plan.api.port)
     if plan.api.redis:
         with connect(plan.api.redis) as client:

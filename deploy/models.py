@@ -1,8 +1,14 @@
 """The models that a launcher is to serve, checked as far as that goes without loading them."""
 
-from shared.errors import SettingsError
-from shared.settings import source
-from workers.models import ModelSpec, parse_model, resolve
+import subprocess
+import sys
+
+from shared.errors import ModelLoadError, SettingsError
+from shared.settings import WorkerSettings, source
+from workers.models import ModelSpec, engine_of, parse_model, require_backend, require_installed, resolve
+
+GPUS = ("cuda", "mps")
+DEVICE_LIMIT_S = 120.0
 
 
 def parse_models(texts: tuple[str, ...]) -> tuple[ModelSpec, ...]:
@@ -19,7 +25,31 @@ def parse_models(texts: tuple[str, ...]) -> tuple[ModelSpec, ...]:
     return models
 
 
-def check_exists(model: ModelSpec) -> None:
-    """Raise ModelLoadError if the files are missing; nothing is fetched."""
-    if not model.location.startswith(("hf:", "fake:")):
-        resolve(model.location)
+def check_models(models: tuple[ModelSpec, ...], settings: WorkerSettings) -> None:
+    """See whether the models' files and the device are there; nothing is fetched.
+
+    Raises:
+        SettingsError: an engine was chosen that cannot run a model.
+        ModelLoadError: something is missing; in one line.
+    """
+    for model in models:
+        require_backend(settings, model.location)
+        if not model.location.startswith(("hf:", "fake:")):
+            resolve(model.location)
+    for engine in sorted({engine_of(model.location) for model in models}):
+        require_installed(engine)
+        check_device(engine, settings.device)
+
+
+def check_device(engine: str, device: str) -> None:
+    """See whether an engine finds the device that it is told to use, in a process of its own.
+
+    Raises:
+        ModelLoadError: it does not.
+    """
+    if device not in GPUS or engine == "fake":
+        return
+    command = [sys.executable, "-P", "-m", "workers.devices", engine, device]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=DEVICE_LIMIT_S, check=False)
+    if done.returncode:
+        raise ModelLoadError(f"{source('device')}: {engine} finds no {device} on this machine")

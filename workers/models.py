@@ -3,15 +3,24 @@
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ModelLoadError, SettingsError
 from shared.settings import WorkerSettings, source
 from workers.backends.protocol import Backend
+from workers.model_files import GGUF_SUFFIX, check_model_files
 
 OPENMP_SPINS = "1000"
 """Nearly as quick as the default on idle cores, and never a hundred times slower on busy ones."""
+
+ENGINE_PACKAGES: dict[str, tuple[str, ...]] = {
+    "fake": (),
+    "llama_cpp": ("llama_cpp",),
+    "transformers": ("torch", "transformers"),
+}
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -52,19 +61,18 @@ def load_backend(location: str, settings: WorkerSettings) -> tuple[str, Backend]
     Raises:
         ModelLoadError: it cannot be found, read, or run with these settings.
     """
+    require_backend(settings, location)
     if location.startswith("fake:"):
         from workers.backends.fake import FakeBackend, parse_options
 
-        _require_backend(settings, "fake", location)
         return "fake", FakeBackend(parse_options(location.removeprefix("fake:")), slots=settings.slots)
     path = resolve(location)
-    if path.suffix == ".gguf":
-        _require_backend(settings, "llama_cpp", location)
+    if engine_of(location) == "llama_cpp":
         # Read when OpenMP's library is loaded, with llama.cpp. By default its threads spin for milliseconds at
         # each of the hundreds of barriers in a step: with something else on the cores, steps take seconds.
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
-        from workers.backends.llama_cpp import load as load_llama_cpp
-
+        with _engine_errors("llama_cpp"):
+            from workers.backends.llama_cpp import load as load_llama_cpp
         return "llama_cpp", load_llama_cpp(
             path,
             slots=settings.slots,
@@ -72,11 +80,8 @@ def load_backend(location: str, settings: WorkerSettings) -> tuple[str, Backend]
             device=settings.device,
             threads=settings.threads,
         )
-    _require_backend(settings, "transformers", location)
-    try:
+    with _engine_errors("transformers"):
         from workers.backends.transformers import load as load_transformers
-    except ImportError as error:
-        raise ModelLoadError(f"model {location}: PyTorch and transformers are not installed ({error})") from error
     return "transformers", load_transformers(
         path,
         slots=settings.slots,
@@ -88,10 +93,10 @@ def load_backend(location: str, settings: WorkerSettings) -> tuple[str, Backend]
 
 
 def resolve(location: str) -> Path:
-    """The file or folder that a location names, fetched first if it is on the Hugging Face hub.
+    """The model's file or folder that a location names, fetched first if it is on the Hugging Face hub.
 
     Raises:
-        ModelLoadError: there is no such thing.
+        ModelLoadError: there is no such thing, it is no model, or it cannot be read.
     """
     if location.startswith("package:"):
         package, _, rest = location.removeprefix("package:").partition("/")
@@ -103,11 +108,11 @@ def resolve(location: str) -> Path:
     elif location.startswith("hf:"):
         path = _from_hub(location)
     else:
-        path = Path(location).expanduser()
-    if not path.exists():
-        raise ModelLoadError(f"model {location}: {path} does not exist")
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelLoadError(f"model {location}: {path} is neither a .gguf file nor a model folder")
+        path = Path(os.path.expanduser(location))
+    try:
+        check_model_files(path)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"model {location}: {error}") from error
     return path
 
 
@@ -130,6 +135,32 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _require_backend(settings: WorkerSettings, needed: str, location: str) -> None:
+def engine_of(location: str) -> str:
+    """The engine that runs what a location names, be it there or not."""
+    if location.startswith("fake:"):
+        return "fake"
+    return "llama_cpp" if location.endswith(GGUF_SUFFIX) else "transformers"
+
+
+def require_installed(engine: str) -> None:
+    """Raise ModelLoadError if a package that the engine needs is not installed; none is imported."""
+    missing = [name for name in ENGINE_PACKAGES[engine] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelLoadError(f"{engine} cannot run: not installed: {', '.join(missing)}")
+
+
+@contextmanager
+def _engine_errors(engine: str) -> Iterator[None]:
+    """Turn an engine that is not there, or whose libraries cannot be loaded, into a ModelLoadError."""
+    require_installed(engine)
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ModelLoadError(f"{engine} is installed and cannot be loaded: {_one_line(error)}") from error
+
+
+def require_backend(settings: WorkerSettings, location: str) -> None:
+    """Raise SettingsError if another engine was asked for than the one that runs this model."""
+    needed = engine_of(location)
     if settings.backend not in ("auto", needed):
         raise SettingsError(f"{source('backend')}: {settings.backend} cannot run {location}, {needed} can")

@@ -81,6 +81,29 @@ def test_a_missing_model_file_is_one_line(start_up: StartUp) -> None:
     assert only_line(up).startswith("tokenmill: error: model /nowhere/lost.gguf")
 
 
+def test_a_folder_without_a_model_is_one_line(start_up: StartUp, tmp_path: Path) -> None:
+    up = start_up("--model", f"empty={tmp_path}")
+    assert up.end() == 1
+    assert only_line(up) == f"tokenmill: error: model {tmp_path}: the folder {tmp_path} has no config.json"
+
+
+def test_an_engine_that_cannot_run_the_model_is_one_line(start_up: StartUp) -> None:
+    up = start_up(*FAKE, "--backend", "transformers")
+    assert up.end() == 2
+    assert only_line(up).startswith("tokenmill: error: --backend (TOKENMILL_BACKEND): transformers cannot run fake:")
+
+
+@pytest.mark.gguf
+def test_a_gpu_that_is_not_there_is_one_line(start_up: StartUp) -> None:
+    # No machine has both kinds.
+    absent = "cuda" if sys.platform == "darwin" else "mps"
+    up = start_up("--device", absent)
+    assert up.end() == 1
+    assert (
+        only_line(up) == f"tokenmill: error: --device (TOKENMILL_DEVICE): llama_cpp finds no {absent} on this machine"
+    )
+
+
 def test_an_unreachable_redis_is_one_line(start_up: StartUp) -> None:
     up = start_up(*FAKE, "--redis", "redis://127.0.0.1:1/0")
     assert up.end() == 1
@@ -95,7 +118,7 @@ def test_a_bad_flag_is_one_line(start_up: StartUp) -> None:
 
 def test_a_model_that_cannot_be_loaded_stops_everything(start_up: StartUp, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"this is no model")
+    broken.write_bytes(b"GGUF, but not more of it")
     up = start_up("--model", f"broken={broken}")
     up.wait_for("starting worker broken")
     up.family()

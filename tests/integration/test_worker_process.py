@@ -18,7 +18,7 @@ from rq.job import JobStatus
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
-from servers import Valkey, wait_until
+from servers import ROOT, Valkey, wait_until
 from worker_processes import ENDLESS, SLOW, Office, Start
 
 from shared import keys
@@ -512,6 +512,7 @@ def test_a_worker_stops_in_order_while_redis_is_away(
     [
         ({"model": "fake=fake:speed=1"}, "no option 'speed'"),
         ({"model": "lost=/nowhere/lost.gguf"}, "/nowhere/lost.gguf does not exist"),
+        ({"model": f"tests={ROOT / 'tests'}"}, "tests has no config.json"),
         ({"redis_url": "redis://127.0.0.1:1/0"}, "cannot reach Redis at redis://127.0.0.1:1/0"),
     ],
 )

@@ -15,14 +15,15 @@ import numpy as np
 
 from shared.errors import ModelLoadError
 from shared.fleet import StateKind
+from shared.settings import source
 from workers.backends.llama_cpp_streams import Streams
 from workers.backends.protocol import Description, Logits, SlotWork, StepError
 from workers.detokenise import ByteDetokeniser, Detokeniser
+from workers.model_files import check_model_files
 
 BATCH_TOKENS = 512
 """Most tokens that one step computes."""
 
-MAGIC = b"GGUF"
 ERROR_LEVEL = 4
 """`GGML_LOG_LEVEL_ERROR` of llama.cpp, which the Python package does not name."""
 
@@ -43,14 +44,12 @@ def load(path: Path, *, slots: int, context: int, device: str, threads: int) -> 
     Raises:
         ModelLoadError: the file is not a usable model, or the device is not there.
     """
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ModelLoadError(f"model {path} is not a GGUF file")
+    check_model_files(path)
     llama_cpp.llama_log_set(_keep_last_error, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     has_gpu = bool(llama_cpp.llama_supports_gpu_offload())
     if device in ("cuda", "mps") and not has_gpu:
-        raise ModelLoadError(f"device {device}: this build of llama.cpp has no GPU support")
+        raise ModelLoadError(f"{source('device')}: this machine has no {device}, or this llama.cpp is built without it")
     model_params = llama_cpp.llama_model_default_params()
     model_params.n_gpu_layers = 0 if device == "cpu" or not has_gpu else 999
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)

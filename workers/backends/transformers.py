@@ -22,6 +22,7 @@ from workers.backends.transformers_linear import can_pack, pack
 from workers.backends.transformers_probe import NotBatchableError, Probe, batchable_context
 from workers.backends.transformers_sequential import SequentialBackend
 from workers.backends.transformers_tokenizer import TransformersTokenizer
+from workers.model_files import check_model_files
 
 logger = logging.getLogger("tokenmill.worker")
 
@@ -40,7 +41,7 @@ def load(path: Path, *, slots: int, context: int, device: str, dtype: str, threa
     Raises:
         ModelLoadError: the folder, the device or the model cannot be used.
     """
-    _require_files(path)
+    check_model_files(path)
     place = _device(device)
     number_format = _dtype(dtype, place)
     if threads:
@@ -84,15 +85,6 @@ def _fit(model: Any, tokenizer: TransformersTokenizer, path: Path, *, slots: int
     except UNUSABLE as error:
         raise ModelLoadError(f"model {path}: it cannot be run: {_one_line(error)}") from error
     return sequential
-
-
-def _require_files(path: Path) -> None:
-    if not path.is_dir():
-        raise ModelLoadError(f"model {path}: there is no such folder")
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"model {path}: the folder has no config.json")
-    if not any(path.glob("*.safetensors")):
-        raise ModelLoadError(f"model {path}: the folder has no .safetensors weights; other formats are not loaded")
 
 
 def _device(name: str) -> torch.device:
