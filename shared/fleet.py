@@ -48,7 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a live worker says of itself with each renewal of its lease.
+    """What a live worker says of itself with each renewal of its lease, which lasts `lease_s`.
 
     The last three are measured over the last minute and 0 when there was nothing to measure: tokens drawn per
     second, and in seconds the median time from a request's submission to its first token, and between two tokens
@@ -62,6 +62,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     slots: int
     running: int
+    lease_s: float = 0.0
     tokens_per_s: float = 0.0
     first_token_p50_s: float = 0.0
     token_gap_p50_s: float = 0.0

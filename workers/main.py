@@ -225,6 +225,7 @@ class Worker:
             host=socket.gethostname(),
             slots=self._slots,
             running=self._engine.in_flight,
+            lease_s=self._settings.lease,
             tokens_per_s=beat.tokens_per_s,
             first_token_p50_s=beat.first_token_p50_s,
             token_gap_p50_s=beat.token_gap_p50_s,
