@@ -15,6 +15,8 @@ from shared import keys
 from shared.errors import ErrorCode, RequestError
 from shared.store import as_text, store_errors
 
+RENEWALS_PER_LEASE = 4
+
 
 class StateKind(StrEnum):
     """What may be done to the state that a model keeps of a sequence.

@@ -11,14 +11,12 @@ from collections.abc import Callable
 import redis
 
 from shared import keys
-from shared.fleet import Fleet, WorkerInfo
+from shared.fleet import RENEWALS_PER_LEASE, Fleet, WorkerInfo
 from shared.reaper import Reaper
 from shared.store import CONNECTION_ERRORS
 from workers.publisher import Publisher
 
 logger = logging.getLogger("tokenmill.worker")
-
-RENEWALS_PER_LEASE = 4
 
 
 class LeaseKeeper:

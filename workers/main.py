@@ -28,7 +28,7 @@ import redis
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from shared.domain import Failed
-from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
+from shared.fleet import RENEWALS_PER_LEASE, Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
 from shared.log import LogReader, LogWriter
 from shared.queue import Handover, RequestQueue
 from shared.reaper import Reaper
@@ -41,7 +41,7 @@ from workers.endpoint import Endpoint
 from workers.engine import Engine
 from workers.finisher import Finisher
 from workers.intake import Intake
-from workers.lease import RENEWALS_PER_LEASE, LeaseKeeper
+from workers.lease import LeaseKeeper
 from workers.metrics import WorkerMetrics
 from workers.models import load_backend, parse_model
 from workers.observer import Observer
