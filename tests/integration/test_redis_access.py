@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from hosts import NEAR_ADDRESS, Network, require_namespaces
 from manifests import KUBERNETES
 from open_streams import MODEL, OpenStream, body, undisturbed
 from servers import FrontEnd, Valkey, free_port, wait_until
@@ -53,8 +54,7 @@ def use_everything(front_end: FrontEnd, start: Start, office: Office, url: str) 
 # -- users --
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Valkey]:
+def guarded_valkey(tmp_path: Path, address: str = "127.0.0.1") -> Valkey:
     """A server with the settings and the users of deploy/kubernetes, and one more user who may look at its log."""
     port = free_port()
     users = tmp_path / "users.acl"
@@ -65,14 +65,19 @@ def guarded(tmp_path: Path) -> Iterator[Valkey]:
         "dir /data": f"dir {tmp_path}",
         "aclfile /etc/valkey/acl/users.acl": f"aclfile {users}",
         "port 6379": f"port {port}",
-        "bind * -::*": "bind 127.0.0.1",
+        "bind * -::*": f"bind {address}",
     }.items():
         assert settings.count(f"{line}\n") == 1
         settings = settings.replace(line, instead)
     path = tmp_path / "redis.conf"
     path.write_text(settings)
-    url = f"redis://admin:any@127.0.0.1:{port}/0"
-    server = Valkey(tmp_path, port=port, options=("--include", str(path)), url=url)
+    url = f"redis://admin:any@{address}:{port}/0"
+    return Valkey(tmp_path, port=port, options=("--include", str(path)), url=url)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Valkey]:
+    server = guarded_valkey(tmp_path)
     server.start()
     yield server
     server.stop()
@@ -106,6 +111,19 @@ def test_nobody_else_may_do_anything_with_the_cluster_s_redis(
             mill.execute_command(*forbidden.split())
     refused: Any = connect_to(guarded.url).acl_log()
     assert "flushall" in [entry["object"] for entry in refused]
+
+
+def test_the_cluster_s_redis_lets_other_hosts_in(tmp_path: Path) -> None:
+    require_namespaces()
+    with Network() as network:
+        with network.on(network.near):
+            server = guarded_valkey(tmp_path, NEAR_ADDRESS)
+            server.start()
+        try:
+            with network.on(network.far), connect(f"redis://tokenmill:secret@{NEAR_ADDRESS}:{server.port}/0") as client:
+                assert client.ping()
+        finally:
+            server.stop()
 
 
 # -- TLS, with the Redis of Debian --
