@@ -190,9 +190,12 @@ class Log(Logger):  # type: ignore[misc]  # gunicorn has no types
     """gunicorn's log as part of this process's own."""
 
     def setup(self, cfg: Any) -> None:
-        """Hand everything to the root logger; what gunicorn says of its own life is only for debugging."""
+        """Hand everything to the root logger; what gunicorn says of its own life is only for debugging.
+
+        What it says of single requests is for nobody: it would show their URLs.
+        """
         self.error_log.propagate = True
-        self.error_log.setLevel(logging.DEBUG if cfg.loglevel == "debug" else logging.WARNING)
+        self.error_log.setLevel(logging.INFO if cfg.loglevel == "debug" else logging.WARNING)
 
     def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """A client that stalls is not an error of the server."""

@@ -22,6 +22,7 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 from shared import keys
 from shared.domain import Failed
 from shared.errors import ErrorCode
+from shared.logs import about
 from shared.queue import (
     EXECUTION_PREFIX,
     FAILURE_TTL_S,
@@ -107,7 +108,12 @@ class Reaper:
         """Let another attempt carry a request on, or end it where that cannot be."""
         match self._queue.hand_over(request_id, worker=worker, died=True):
             case Handover.POISON:
-                logger.error("request %s has ended %d workers: it is not tried again", request_id, MOST_DEATHS)
+                logger.error(
+                    "request %s has ended %d workers: it is not tried again",
+                    request_id,
+                    MOST_DEATHS,
+                    extra=about(request_id),
+                )
                 failure = POISONOUS
             case Handover.JOBLESS:
                 failure = LOST
@@ -181,7 +187,7 @@ class Reaper:
                 pipeline.execute()
         else:
             self._fail_job(request_id, f"the request is {state}")
-        logger.warning("RQ was not told of the end of request %s: it is %s", request_id, state)
+        logger.warning("RQ was not told of the end of request %s: it is %s", request_id, state, extra=about(request_id))
 
     def _rescue_unclaimed(self) -> None:
         """Put back jobs that lie in RQ's intermediate queues for too long."""
@@ -190,7 +196,10 @@ class Reaper:
             job_ids: Any = self._client.lrange(queue.intermediate_queue_key, 0, -1)
             for job_id in self._overdue(keys.unclaimed(name), job_ids, UNCLAIMED_AFTER_S):
                 if self._queue.put_back(queue, job_id):
-                    logger.warning("job %r was taken and never claimed: queued again", job_id)
+                    request_id = job_id.decode(errors="replace")
+                    logger.warning(
+                        "request %s was taken and never claimed: queued again", request_id, extra=about(request_id)
+                    )
 
     def _overdue(self, record: str, names: Iterable[bytes], after_s: float) -> list[bytes]:
         """Those names that were given at every turn for so long; `record` is where it is kept since when."""

@@ -4,17 +4,22 @@ Threads: one that listens, from before the model is loaded until the process end
 read what others keep and wait for none of them.
 """
 
+import logging
 import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from shared.errors import StartupError
 from shared.settings import source
+
+logger = logging.getLogger("tokenmill.worker")
 
 CLIENT_TIMEOUT_S = 10.0
 
@@ -40,8 +45,7 @@ class Endpoint:
             family, *_, address = socket.getaddrinfo(
                 host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            server = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
-            self._server: ThreadingHTTPServer = server(address[:2], self._handler())
+            self._server = _Server(family, address, self._handler())
         except OSError as error:
             raise StartupError(
                 f"cannot listen on {host}:{port}, which {source('metrics_port')} asks for: {error.strerror or error}"
@@ -84,6 +88,22 @@ class Endpoint:
                 """Probes come every few seconds, and who scans the port may send anything."""
 
         return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = family
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Without asking for the host's name, which can take as long as a name server does not answer."""
+        socketserver.TCPServer.server_bind(self)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """A scraper that hangs up is no news."""
+        logger.debug("an answer on the metrics port was not taken", exc_info=True)
 
 
 def _verdict(word: str, complaints: list[str]) -> tuple[HTTPStatus, str, bytes]:

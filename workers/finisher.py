@@ -16,6 +16,7 @@ from rq.job import JobStatus
 from rq.worker.base import BaseWorker
 
 from shared.domain import Failed
+from shared.logs import about
 from shared.queue import DataJob, mark_cancelled
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
@@ -94,7 +95,9 @@ class Finisher:
                 try:
                     self.worker.maintain_heartbeats(running.job, running.execution)
                 except CONNECTION_ERRORS as error:
-                    logger.warning("cannot renew RQ's record of job %s: %s", running.job.id, error)
+                    logger.warning(
+                        "cannot renew RQ's record of job %s: %s", running.job.id, error, extra=about(running.job.id)
+                    )
                     return
 
     def _finish_with_patience(self, running: RunningJob, outcome: Outcome, failure: Failed | None) -> None:
@@ -104,7 +107,7 @@ class Finisher:
                 self._finish(running, outcome, failure)
                 return
             except CONNECTION_ERRORS as error:
-                logger.warning("cannot finish job %s yet: %s", running.job.id, error)
+                logger.warning("cannot finish job %s yet: %s", running.job.id, error, extra=about(running.job.id))
                 time.sleep(RETRY_S)
 
     def _finish(self, running: RunningJob, outcome: Outcome, failure: Failed | None) -> None:

@@ -25,6 +25,7 @@ from shared.codec import request_from_payload
 from shared.domain import Failed, GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
 from shared.log import LogReader
+from shared.logs import about
 from shared.queue import CANCEL_COMMAND, DataJob, RequestQueue, rq_queue
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
@@ -229,7 +230,7 @@ class Intake(LastingWorker):
 
     def _refuse(self, running: RunningJob, outcome: str) -> None:
         """Deal with a job that is not to be run: it has ended, or someone else runs it."""
-        logger.info("job %s is not run: %s", running.job.id, outcome)
+        logger.info("job %s is not run: %s", running.job.id, outcome, extra=about(running.job.id))
         if outcome == "expired":
             failure = Failed(ErrorCode.DEADLINE_EXCEEDED.value, "The request waited past its deadline.")
             self._with_patience(lambda: self._requests.conclude(running.job.id, failure))

@@ -15,6 +15,7 @@ from enum import Enum
 from shared.domain import Event, Failed, Priority, is_terminal
 from shared.errors import ErrorCode
 from shared.log import Append, LogWriter, Written
+from shared.logs import about
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
 from workers.chunks import ChunkBatcher
@@ -176,7 +177,8 @@ class Publisher:
         elif box.unheard_since is None:
             box.unheard_since = now
         elif now - box.unheard_since >= self._abandon_s:
-            logger.info("nobody listens to request %s: it is ended", box.attempt.request.id)
+            request_id = box.attempt.request.id
+            logger.info("nobody listens to request %s: it is ended", request_id, extra=about(request_id))
             self.put([(box.attempt, [ABANDONED])])
 
     def _close(self, attempt: Attempt, outcome: Outcome, failure: Failed | None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from shared.codec import decode_event, encode_event, request_from_payload, request_to_payload
@@ -83,6 +84,21 @@ def test_a_published_message_is_the_entry_s_id_and_its_event(event: Event, line:
 def test_a_queued_request_is_this_very_json() -> None:
     assert json.dumps(request_to_payload(REQUEST)) == PAYLOAD
     assert request_from_payload(json.loads(PAYLOAD)) == REQUEST
+
+
+def test_a_queued_request_s_trace_goes_along_and_is_no_other_payload() -> None:
+    traced = msgspec.structs.replace(REQUEST, trace="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    payload = PAYLOAD.removesuffix("}}") + ', "trace": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}}'
+
+    assert json.dumps(request_to_payload(traced)) == payload
+    assert request_from_payload(json.loads(payload)) == traced
+
+
+def test_a_worker_that_knows_less_of_a_request_reads_what_it_knows() -> None:
+    newer = json.loads(PAYLOAD)
+    newer["request"]["unheard_of"] = 1
+
+    assert request_from_payload(newer) == REQUEST
 
 
 @pytest.mark.parametrize(
