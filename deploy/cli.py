@@ -1,4 +1,4 @@
-"""The command line: `tokenmill up | api | worker | status`.
+"""The command line: `tokenmill up | api | worker | status | doctor`.
 
 Nothing heavy is imported before it is needed: `--help` is quick, and `api` never imports a model library.
 """
@@ -6,14 +6,14 @@ Nothing heavy is imported before it is needed: `--help` is quick, and `api` neve
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 from setproctitle import setproctitle
 
-from deploy.options import LAUNCHER_ONLY, settings_option, settings_options, unknown_variables
+from deploy.options import LAUNCHER_ONLY, Command, Lenient, settings_option, settings_options, unknown_variables
 from shared import logs
 from shared.errors import SettingsError, StartupError
 from shared.settings import ApiSettings, WorkerSettings, source, variable
@@ -24,35 +24,51 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+PARTS = ("up", "api", "worker")
+WATCH_S = 2.0
+PIPED_WIDTH = 200
+"""How wide tables are where nobody looks at a terminal."""
+
 WORKERS_DEFAULT, WORKERS_AT_LEAST, WORKERS_HELP = LAUNCHER_ONLY["workers"]
 WORKER_FIELDS = {item.name: item for item in fields(WorkerSettings)}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(importlib.metadata.version("tokenmill"), prog_name="tokenmill", message="%(prog)s %(version)s")
-def cli() -> None:
-    """Serve language models over the OpenAI HTTP API."""
-    for name in unknown_variables(os.environ):
-        warn(f"the environment variable {name} is not a setting; ignored")
-
-
-@cli.command()
-@settings_option(
+models_option = settings_option(
     WORKER_FIELDS["model"],
     multiple=True,
     default=(WORKER_FIELDS["model"].default,),
     metavar="[NAME=]SPEC",
     help=f"{WORKER_FIELDS['model'].metadata['help']}; may be repeated, or hold several after spaces in the variable",
 )
-@click.option(
-    "--workers",
-    type=int,
-    default=WORKERS_DEFAULT,
-    show_default=True,
-    envvar=variable("workers"),
-    show_envvar=True,
-    help=WORKERS_HELP,
-)
+
+
+def workers_option(kind: Any) -> Callable[[Command], Command]:
+    """The option for how many workers each model has."""
+    return click.option(
+        "--workers",
+        type=kind,
+        default=WORKERS_DEFAULT,
+        show_default=True,
+        envvar=variable("workers"),
+        show_envvar=True,
+        help=WORKERS_HELP,
+    )
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(importlib.metadata.version("tokenmill"), prog_name="tokenmill", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Serve language models over the OpenAI HTTP API."""
+    if context.invoked_subcommand == doctor.name:
+        return  # it has a line for each of them
+    for name in unknown_variables(os.environ):
+        warn(f"the environment variable {name} is not a setting; ignored")
+
+
+@cli.command()
+@models_option
+@workers_option(int)
 @settings_options(ApiSettings, WorkerSettings, leave_out=("model",))
 def up(model: tuple[str, ...], workers: int, **values: Any) -> None:
     """Run everything on this machine: Redis, the front end and the workers."""
@@ -103,23 +119,61 @@ def worker(model: str, **values: Any) -> int:
     "--redis", envvar=variable("redis"), show_envvar=True, help="URL of Redis; without it, of the `up` that runs here"
 )
 @click.option("--port", type=int, help="port of the `up` to look at, if several run here")
-@click.option("--json", "as_json", is_flag=True, help="print JSON")
-def status(redis: str | None, port: int | None, as_json: bool) -> None:
-    """Show workers, slots and queues."""
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=WATCH_S,
+    metavar="[SECONDS]",
+    help=f"show it again each so many seconds, {WATCH_S:g} if not given, until Ctrl-C",
+)
+@click.option("--json", "as_json", is_flag=True, help="print JSON; with --watch, one object a line")
+def status(redis: str | None, port: int | None, watch: float | None, as_json: bool) -> None:
+    """Show workers, slots, queues, speed and latencies."""
     from rich.console import Console
 
     from deploy import status as report
     from deploy.instance import find_instance
+    from deploy.watch import watch as keep_watching
+    from shared.store import check, connect
 
-    if redis:
-        found = report.read_status(redis)
-    else:
-        instance = find_instance(port)
-        found = report.read_status(instance.redis, url=instance.url)
+    instance = None if redis else find_instance(port)
+    redis_url, url = (instance.redis, instance.url) if instance else (redis or "", "")
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    with connect(redis_url) as client:
+        check(client, redis_url)
+        if watch is not None:
+            keep_watching(
+                lambda: report.read_status(client, redis_url, url=url), console, interval_s=watch, as_json=as_json
+            )
+            return
+        found = report.read_status(client, redis_url, url=url)
     if as_json:
         click.echo(report.as_json(found))
     else:
-        report.show(found, Console(markup=False, width=None if sys.stdout.isatty() else 200))
+        console.print(report.StatusView(found))
+
+
+@cli.command()
+@click.argument("part", type=click.Choice(PARTS), default=PARTS[0])
+@models_option
+@workers_option(Lenient(click.INT))
+@settings_options(ApiSettings, WorkerSettings, leave_out=("model",), is_lenient=True)
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def doctor(part: str, model: tuple[str, ...], workers: Any, as_json: bool, **values: Any) -> int:
+    """Look at all that `up`, `api` or `worker` would need with these settings, and change nothing.
+
+    Exits with 1 if something is a problem.
+    """
+    from deploy.doctor import examination as report
+    from deploy.doctor.permissions import Role
+
+    findings = report.examination(report.admit(Role(part), model, workers, values))
+    if as_json:
+        click.echo(report.as_json(findings))
+    else:
+        report.show(findings)
+    return 0 if report.is_healthy(findings) else EXIT_FAILED
 
 
 def _settings(cls: type[Settings], values: dict[str, Any]) -> Settings:

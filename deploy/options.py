@@ -24,13 +24,40 @@ def settings_fields(*classes: type) -> list["Field[Any]"]:
     return list(by_name.values())
 
 
-def settings_options(*classes: type, leave_out: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """A decorator that gives a click command one option for each setting of the classes."""
+class Unusable(str):
+    """Why the value of an option cannot be used."""
+
+
+class Lenient(click.ParamType):  # type: ignore[type-arg]  # a parameter that it has from click 8.5 on
+    """An option's type that gives an `Unusable` for a bad value, for which the type itself ends the command."""
+
+    def __init__(self, strict: "click.ParamType[Any]") -> None:
+        self._strict = strict
+        self.name = strict.name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        return self._strict.get_metavar(param, ctx)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._strict.convert(value, param, ctx)
+        except click.BadParameter as error:
+            return Unusable(error.message.rstrip("."))
+
+
+def settings_options(
+    *classes: type, leave_out: tuple[str, ...] = (), is_lenient: bool = False
+) -> Callable[[Command], Command]:
+    """A decorator that gives a click command one option for each setting of the classes.
+
+    With `is_lenient` a value of the wrong type is given to the command as an `Unusable`.
+    """
 
     def decorate(command: Command) -> Command:
         for item in reversed(settings_fields(*classes)):
             if item.name not in leave_out:
-                command = settings_option(item)(command)
+                changes = {"type": Lenient(_option_type(item))} if is_lenient else {}
+                command = settings_option(item, **changes)(command)
         return command
 
     return decorate
@@ -39,7 +66,7 @@ def settings_options(*classes: type, leave_out: tuple[str, ...] = ()) -> Callabl
 def settings_option(item: "Field[Any]", **changes: Any) -> Callable[[Command], Command]:
     """The click option of one setting. The ranges are checked where the settings are made."""
     arguments: dict[str, Any] = {
-        "type": click.Choice(item.metadata["choices"]) if item.metadata["choices"] else _click_type(item),
+        "type": _option_type(item),
         "default": item.default,
         "envvar": variable(item.name),
         "show_default": item.default != "",
@@ -49,10 +76,12 @@ def settings_option(item: "Field[Any]", **changes: Any) -> Callable[[Command], C
     return click.option(flag(item.name), item.name, **(arguments | changes))
 
 
-def _click_type(item: "Field[Any]") -> Any:
+def _option_type(item: "Field[Any]") -> "click.ParamType[Any]":
     if item.default is MISSING:
         raise TypeError(f"the setting {item.name} has no default")
-    return type(item.default)
+    if item.metadata["choices"]:
+        return click.Choice(item.metadata["choices"])
+    return click.types.convert_type(type(item.default))
 
 
 def unknown_variables(environment: "os._Environ[str] | dict[str, str]") -> Iterator[str]:

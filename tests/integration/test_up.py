@@ -1,10 +1,17 @@
 """`tokenmill up` serves, keeps serving, and leaves nothing behind; all on the fake engine."""
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,7 +185,138 @@ def test_status_shows_workers_and_models(start_up: StartUp) -> None:
         ("tiny", "ready", 0, 3)
     ] * 2
     assert {w["pid"] for w in found["workers"]} <= {process.pid for process in up.family()}
-    assert found["models"] == [{"name": "tiny", "workers": 2, "slots": 6, "running": 0, "waiting": 0}]
+    assert found["models"] == [
+        {
+            "name": "tiny",
+            "workers": 2,
+            "slots": 6,
+            "running": 0,
+            "waiting": 0,
+            "waiting_interactive": 0,
+            "waiting_background": 0,
+            "tokens_per_s": 0.0,
+        }
+    ]
+    assert all(0 <= w["renewed_ago_s"] < w["lease_s"] == 8.0 for w in found["workers"])
+
+
+def test_status_shows_what_waits_by_priority_and_how_fast_it_goes(start_up: StartUp) -> None:
+    up = start_up("--model", "tiny=fake:pace=0.01&end_every=0", "--slots", "1", "--lease", "2").ready()
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4000}
+    asked: list[dict[str, Any]] = [body, body, body, {**body, "service_tier": "flex"}]
+
+    with contextlib.ExitStack() as clients:
+        for fields in asked:
+            stream = httpx.stream("POST", f"{up.url}/v1/completions", json={**fields, "stream": True}, timeout=30)
+            clients.enter_context(stream)
+        found = wait_until(
+            lambda: (now := status(up)["models"][0])["running"] and now["tokens_per_s"] and now,
+            limit_s=BACK_LIMIT_S,
+            what="a worker that tells its speed",
+        )
+        (worker,) = status(up)["workers"]
+
+    assert (found["waiting"], found["waiting_interactive"], found["waiting_background"]) == (3, 2, 1)
+    assert worker["first_token_p50_s"] > 0
+    assert worker["token_gap_p50_s"] > 0
+
+
+def test_a_worker_that_stops_renewing_its_lease_is_silent_until_it_is_dead(start_up: StartUp) -> None:
+    up = start_up(*FAKE, "--lease", "4").ready()
+    worker = up.child("tokenmill worker")
+    assert [w["is_silent"] for w in status(up)["workers"]] == [False]
+
+    worker.suspend()
+    try:
+        silent = wait_until(
+            lambda: [w for w in status(up)["workers"] if w["is_silent"]], limit_s=BACK_LIMIT_S, what="silence"
+        )
+        wait_until(lambda: not status(up)["workers"], limit_s=BACK_LIMIT_S, what="the end of the lease")
+    finally:
+        worker.resume()
+
+    assert silent[0]["pid"] == worker.pid
+    assert 2 < silent[0]["renewed_ago_s"] <= 4
+
+
+def watched(up: Up, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-P", "-m", "deploy.cli", "status", "--watch", "0.2", *arguments]
+    return subprocess.Popen(command, env=up.environment, stdout=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watching_into_a_pipe_prints_one_status_after_the_other_until_a_signal(
+    start_up: StartUp, number: signal.Signals
+) -> None:
+    up = start_up(*FAKE).ready()
+    with watched(up, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        seen = 0
+        while seen < 3:
+            seen += watching.stdout.readline().startswith(f"serving  {up.url}")
+        watching.send_signal(number)
+        rest, errors = watching.communicate(timeout=10)
+
+    assert watching.returncode == 0
+    assert errors == ""
+    assert "\x1b" not in rest
+
+
+def test_watching_as_json_is_one_object_a_line_and_survives_the_end_of_redis(start_up: StartUp) -> None:
+    up = start_up(*FAKE).ready()
+    with watched(up, "--json", stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        first = json.loads(watching.stdout.readline())
+        up.signal(signal.SIGTERM)
+        assert up.end() == 0
+        while not (last := json.loads(watching.stdout.readline()))["error"]:
+            pass
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(10) == 0
+
+    assert [worker["model"]["name"] for worker in first["workers"]] == ["tiny"]
+    assert last["error"].startswith("cannot read from Redis at unix://")
+    assert last["workers"] == []
+
+
+def test_watching_whose_reader_leaves_ends_without_a_word(start_up: StartUp) -> None:
+    up = start_up(*FAKE).ready()
+    with watched(up, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        watching.stdout.readline()
+        watching.stdout.close()
+        assert watching.stderr.read() == ""
+        watching.wait(10)
+
+
+def test_watching_on_a_narrow_terminal_draws_in_place_and_gives_the_terminal_back(start_up: StartUp) -> None:
+    up = start_up(*FAKE).ready()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 50, 0, 0))
+    command = [sys.executable, "-P", "-m", "deploy.cli", "status", "--watch", "0.2"]
+    environment = {**up.environment, "TERM": "xterm"}
+    watching = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while seen.count(b"0/8") < 4:
+            seen += os.read(ours, 4096)
+        watching.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how Linux tells that nobody has the other end any more
+            while more := os.read(ours, 4096):
+                seen += more
+        assert watching.wait(10) == 0
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(ours)
+
+    screen = seen.decode()
+    assert screen.startswith("\x1b[?1049h")
+    assert screen.endswith("\x1b[?25h\x1b[?1049l")
+    lines = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.replace("\x1b[H", "\n")).replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 50
 
 
 def test_status_prints_a_table(start_up: StartUp) -> None:

@@ -1,0 +1,1 @@
+"""`tokenmill doctor`: looks at everything that the server needs, and changes nothing."""
