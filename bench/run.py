@@ -114,8 +114,8 @@ def _measure(contenders: list[Server], shape: Shape, counts: list[int], options:
         up = [(server, *stack.enter_context(servers.running(server, shape))) for server in contenders]
         for server, url, _ in up:
             # Lazy set-up is over after this, and the shared beginning of the prompts cached where a server does that.
-            measure(url, server.model, clients=2, requests=1, max_tokens=options.max_tokens, offset=90)
-        for number, count in itertools.product(range(options.rounds), counts):
+            measure(url, server.model, clients=2, requests=1, max_tokens=options.max_tokens, offset=1000)
+        for turn, (number, count) in enumerate(itertools.product(range(options.rounds), counts)):
             for server, url, process in up:
                 with servers.metered(process) as cost:
                     load = measure(
@@ -124,7 +124,8 @@ def _measure(contenders: list[Server], shape: Shape, counts: list[int], options:
                         clients=count,
                         requests=options.requests,
                         max_tokens=options.max_tokens,
-                        offset=number * options.requests,
+                        # No prompt comes twice: it would measure who remembers the last count's answers longest.
+                        offset=turn * options.requests,
                     )
                 _show(server, load)
                 measured.append(Measured(server.name, number, load, cost))
