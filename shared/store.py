@@ -134,7 +134,7 @@ def check(client: "redis.Redis", url: str) -> None:
 
 def check_takes_writes(client: "redis.Redis") -> None:
     """Raise what Redis would answer to a write now (`CONNECTION_ERRORS`); nothing is written."""
-    client.eval(WRITE_PROBE, 0)
+    client.register_script(WRITE_PROBE)()
 
 
 def as_text(raw: object) -> str:

@@ -128,7 +128,7 @@ def show(findings: list[Finding]) -> None:
     for finding in findings:
         level = click.style(f"{finding.level.value:<8}", fg=COLOURS[finding.level])
         advice = f"; {finding.advice}" if finding.advice else ""
-        click.echo(f"{level} {finding.check:<{width}}  {finding.message}{advice}")
+        click.echo(f"{level} {finding.check:<{width}}  {finding.message.rstrip('.')}{advice}")
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     click.echo(f"\n{_count(counts[Level.PROBLEM], 'problem')}, {_count(counts[Level.WARNING], 'warning')}")
 

@@ -29,7 +29,12 @@ def check_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_cores(threads_each: int, workers: int) -> Iterator[Finding]:
-    """Whether more threads compute than there are cores: each step then waits for whichever thread has none."""
+    """Whether more threads compute than there are cores: each step then waits for whichever thread has none.
+
+    `workers` are those that compute; the fake engine does not.
+    """
+    if not workers:
+        return
     cores = usable_cores()
     threads = threads_each * workers
     said = f"{_many(workers, 'worker')} with {_many(threads_each, 'thread')} each on {_many(cores, 'usable core')}"

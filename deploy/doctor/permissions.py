@@ -1,7 +1,7 @@
 """Whether this user of Redis may do what the parts do, found out by trying without doing.
 
-Redis looks at a user's permissions when a command is queued in a transaction, and a transaction that is discarded
-does nothing. (`ACL DRYRUN` would ask the same, and is forbidden to just those users who may do little.)
+Redis looks at a user's permissions when a command is queued in a transaction, and a transaction whose connection is
+closed does nothing. (`ACL DRYRUN` would ask the same, and is forbidden to just those users who may do little.)
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from typing import Any
 
 import redis
 from redis.exceptions import NoPermissionError
+from rq.command import PUBSUB_CHANNEL_TEMPLATE
 
 from deploy.doctor.finding import Finding, ok, problem
-from shared.keys import PREFIX
+from shared.keys import PREFIX, events
 
 RULES = (
     "~tokenmill:* ~rq:* &tokenmill:* &rq:* "
@@ -23,7 +24,16 @@ RULES = (
 MOST_NAMED = 6
 
 MILL = PREFIX + "doctor"
+MILL_CHANNEL = events("doctor")
 RQ = "rq:doctor"
+RQ_CHANNEL = PUBSUB_CHANNEL_TEMPLATE % "doctor"
+SHOWN = {
+    MILL: f"{PREFIX}*",
+    MILL_CHANNEL: f"on channel {events('*')}",
+    RQ: "rq:*",
+    RQ_CHANNEL: f"on channel {PUBSUB_CHANNEL_TEMPLATE % '*'}",
+}
+"""How each key and channel that is tried stands for all of its kind."""
 
 
 class Role(StrEnum):
@@ -55,12 +65,10 @@ SMEMBERS {MILL}
 SREM {MILL} doctor
 XADD {MILL} * doctor doctor
 XRANGE {MILL} - +
-XREVRANGE {MILL} + -
 ZADD {MILL} 1 doctor
-ZCARD {MILL}
 ZREM {MILL} doctor
 ZREMRANGEBYSCORE {MILL} 0 1
-PUBLISH {MILL} doctor
+PUBLISH {MILL_CHANNEL} doctor
 DEL {RQ}
 EXISTS {RQ}
 EXPIRE {RQ} 1
@@ -68,12 +76,10 @@ HDEL {RQ} doctor
 HEXISTS {RQ} doctor
 HGETALL {RQ}
 HSET {RQ} doctor doctor
-LLEN {RQ}
 LPUSH {RQ} doctor
 LRANGE {RQ} 0 1
 LREM {RQ} 1 doctor
-PERSIST {RQ}
-PUBLISH {RQ} doctor
+PUBLISH {RQ_CHANNEL} doctor
 SADD {RQ} doctor
 SMEMBERS {RQ}
 SREM {RQ} doctor
@@ -84,21 +90,22 @@ ZREM {RQ} doctor
 """What front ends and workers do, in their scripts and reaping included."""
 
 FRONT_END = f"""
+XREVRANGE {MILL} + -
+ZCARD {MILL}
+LLEN {RQ}
 RPUSH {RQ} doctor
-SUBSCRIBE {MILL}
-EVAL return 0
+SUBSCRIBE {MILL_CHANNEL}
 """
 
 WORKER = f"""
 BLMOVE {RQ} {RQ} LEFT RIGHT 1
-LMOVE {RQ} {RQ} LEFT RIGHT
-CLIENT SETNAME doctor
 HGET {RQ} doctor
 HINCRBY {RQ} doctor 1
 HINCRBYFLOAT {RQ} doctor 1
 HMGET {RQ} doctor
+PERSIST {RQ}
 SET {RQ} doctor
-SUBSCRIBE {RQ}
+SUBSCRIBE {RQ_CHANNEL}
 XADD {RQ} * doctor doctor
 ZRANGEBYSCORE {RQ} 0 1
 ZREMRANGEBYSCORE {RQ} 0 1
@@ -132,7 +139,7 @@ def _forbidden(client: "redis.Redis", commands: list[list[str]]) -> list[str]:
     refused = []
     connection: Any = client.connection_pool.get_connection()
     try:
-        for command in (["MULTI"], *commands, ["DISCARD"]):
+        for command in (["MULTI"], *commands):
             connection.send_command(*command)
             try:
                 connection.read_response()
@@ -142,7 +149,7 @@ def _forbidden(client: "redis.Redis", commands: list[list[str]]) -> list[str]:
                 # Refused for another reason (out of memory, a replica), which comes after permissions.
                 continue
     finally:
-        # Never back to the pool within a transaction, however this ended.
+        # This is what ends the transaction, however far it came.
         connection.disconnect()
         client.connection_pool.release(connection)
     return refused
@@ -150,8 +157,6 @@ def _forbidden(client: "redis.Redis", commands: list[list[str]]) -> list[str]:
 
 def _shown(command: list[str]) -> str:
     """The command, with the kind of key or channel that it was tried on."""
-    name = " ".join(command[: 2 if command[0] in ("SCRIPT", "CLIENT") else 1])
-    for word, prefix in ((MILL, "tokenmill:*"), (RQ, "rq:*")):
-        if word in command:
-            return f"{name} {prefix}"
-    return name
+    name = " ".join(command[:2]) if command[0] == "SCRIPT" else command[0]
+    tried_on = next((SHOWN[word] for word in command if word in SHOWN), "")
+    return f"{name} {tried_on}".rstrip()

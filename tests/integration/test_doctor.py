@@ -121,10 +121,14 @@ def test_the_cluster_s_redis_has_a_user_with_the_rights_that_the_doctor_advises(
     ("rules", "problems", "named"),
     [
         (f"{RULES} -blmove", {"redis worker"}, ["BLMOVE rq:*"]),
-        (f"{RULES} -rpush -eval", {"redis front end"}, ["RPUSH rq:*", "EVAL"]),
+        (f"{RULES} -rpush -llen", {"redis front end"}, ["RPUSH rq:*", "LLEN rq:*"]),
         (f"{RULES} -xadd", {"redis front end", "redis worker"}, ["XADD tokenmill:*"]),
         (RULES.replace("~rq:*", ""), {"redis front end", "redis worker"}, ["DEL rq:*", "EXISTS rq:*", "more"]),
-        (RULES.replace("&tokenmill:*", ""), {"redis front end", "redis worker"}, ["PUBLISH tokenmill:*"]),
+        (
+            RULES.replace("&tokenmill:*", ""),
+            {"redis front end", "redis worker"},
+            ["PUBLISH on channel tokenmill:events:*"],
+        ),
     ],
 )
 def test_a_user_who_may_not_do_something_is_told_what(
@@ -157,7 +161,7 @@ def test_a_redis_that_is_not_there_is_one_problem_beside_all_other_findings(exam
 
     assert levels(found, "problem") == {"redis"}
     assert "secret" not in found["redis"][0]["message"]
-    assert {"model tiny", "cores", "port"} <= set(found)
+    assert {"model tiny", "port", "open files"} <= set(found)
 
 
 def test_a_wrong_password_is_told_as_that(guarded: Callable[[str], str], examine: Examine) -> None:

@@ -136,7 +136,7 @@ def test_two_models_of_one_name_are_a_problem(capsys: pytest.CaptureFixture[str]
     assert "two models are named 'tiny'" in of(findings, "settings")[0].message
 
 
-@pytest.mark.parametrize(("part", "absent"), [("api", {"model tiny", "cores"}), ("worker", {"port", "open files"})])
+@pytest.mark.parametrize(("part", "absent"), [("api", {"model tiny"}), ("worker", {"port", "open files"})])
 def test_a_part_alone_is_asked_for_what_it_needs(
     capsys: pytest.CaptureFixture[str], part: str, absent: set[str]
 ) -> None:
