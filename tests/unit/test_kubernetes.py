@@ -218,7 +218,7 @@ def test_every_variable_is_a_setting_of_its_part_with_a_value_in_range(overlay: 
     for part, pod in parts(overlay):
         (container,) = containers(pod)
         known = {variable(field.name): field for field in fields(SETTINGS[part])}
-        given = {name: value for name, value in overlay.environment(container).items() if name != "HOME"}
+        given = overlay.environment(container)
         assert given.keys() <= known.keys()
         values = {known[name].name: type(known[name].default)(value) for name, value in given.items() if value}
         SETTINGS[part](**values)
@@ -288,6 +288,31 @@ def test_applying_again_does_not_undo_scaling(overlay: Overlay) -> None:
     for part, pod in parts(overlay):
         owner = next(each for each in overlay.of_kind("Deployment") if each["spec"]["template"] == pod)
         assert ("replicas" in owner["spec"]) == (part == "api")
+
+
+def test_every_image_is_built_here_and_runs_as_the_user_of_its_pod(overlay: Overlay) -> None:
+    for _, pod in parts(overlay):
+        (container,) = containers(pod)
+        name = container["image"].removeprefix("tokenmill-")
+        recipe = (ROOT / "deploy" / "docker" / f"{name}.Dockerfile").read_text()
+        user = pod["spec"]["securityContext"]
+        assert f"\nUSER {user['runAsUser']}:{user['runAsGroup']}\n" in recipe
+
+
+def test_an_overlay_of_one_s_own_changes_images_and_nothing_else(kubectl: Path, copy: Path) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (example,) = re.findall(r"```yaml\n(# .*?overlays/mine/.*?)```", page, re.DOTALL)
+    (copy / "overlays" / "mine").mkdir()
+    (copy / "overlays" / "mine" / "kustomization.yaml").write_text(example)
+
+    theirs, mine = build(kubectl, copy, "cluster"), build(kubectl, copy, "mine")
+
+    for _, pod in parts(mine):
+        (container,) = containers(pod)
+        registry, _, image = container["image"].rpartition("/")
+        assert registry == "registry.example.com"
+        container["image"] = image.partition(":")[0]
+    assert mine.objects == theirs.objects
 
 
 def test_workers_with_a_gpu_ask_for_one(overlay: Overlay) -> None:
