@@ -22,17 +22,9 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 from shared import keys
 from shared.domain import Failed
 from shared.errors import ErrorCode
+from shared.jobs import EXECUTION_PREFIX, FAILURE_TTL_S, RESULT_TTL_S, DataJob, mark_cancelled
 from shared.logs import about
-from shared.queue import (
-    EXECUTION_PREFIX,
-    FAILURE_TTL_S,
-    MOST_DEATHS,
-    RESULT_TTL_S,
-    DataJob,
-    Handover,
-    RequestQueue,
-    mark_cancelled,
-)
+from shared.queue import MOST_DEATHS, Handover, RequestQueue
 from shared.store import as_text
 
 INTERVAL_S = 2.0

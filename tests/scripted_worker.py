@@ -26,8 +26,9 @@ from shared.domain import (
 )
 from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
+from shared.jobs import DataJob, rq_queue
 from shared.log import Append, LogWriter
-from shared.queue import DataJob, RequestQueue, rq_queue
+from shared.queue import RequestQueue
 from shared.store import connect
 
 PROMPT_TOKENS = 7

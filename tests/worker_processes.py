@@ -18,8 +18,9 @@ from servers import ROOT, wait_until
 
 from shared.domain import Chunk, Event, Priority, is_terminal
 from shared.fleet import Fleet, WorkerInfo
+from shared.jobs import rq_queue
 from shared.log import Entry, LogReader
-from shared.queue import RequestQueue, rq_queue
+from shared.queue import RequestQueue
 
 END_LIMIT_S = 30.0
 

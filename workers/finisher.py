@@ -16,8 +16,8 @@ from rq.job import JobStatus
 from rq.worker.base import BaseWorker
 
 from shared.domain import Failed
+from shared.jobs import DataJob, mark_cancelled
 from shared.logs import about
-from shared.queue import DataJob, mark_cancelled
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
 from workers.publisher import Outcome

@@ -24,9 +24,10 @@ from rq.worker.base import WorkerStatus
 from shared.codec import request_from_payload
 from shared.domain import Failed, GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
+from shared.jobs import DataJob, rq_queue
 from shared.log import LogReader
 from shared.logs import about
-from shared.queue import CANCEL_COMMAND, DataJob, RequestQueue, rq_queue
+from shared.queue import CANCEL_COMMAND, RequestQueue
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
 from workers.engine import Engine

@@ -23,7 +23,7 @@ from rq.utils import now
 from rq.worker.base import BaseWorker
 from rq.worker_registration import clean_worker_registry
 
-from shared.queue import DataJob
+from shared.jobs import DataJob
 from shared.store import CONNECTION_ERRORS
 
 RQ_HEARTBEAT_S = 5.0

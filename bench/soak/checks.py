@@ -15,8 +15,8 @@ from bench.soak.processes import Servers
 from shared import keys
 from shared.domain import Priority
 from shared.errors import ErrorCode
+from shared.jobs import rq_queue
 from shared.log import START, LogReader
-from shared.queue import rq_queue
 from shared.store import as_text
 
 FOR_GOOD = ("rq:queues", "rq:workers", "rq:finished:", "rq:failed:", "rq:canceled:")

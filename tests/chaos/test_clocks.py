@@ -17,7 +17,8 @@ from worker_processes import Office, WorkerProcess
 
 from shared import keys
 from shared.domain import Priority
-from shared.queue import DataJob, RequestQueue
+from shared.jobs import DataJob
+from shared.queue import RequestQueue
 from shared.reaper import Reaper
 
 HOUR_S = 3600

@@ -20,7 +20,7 @@ from worker_processes import ENDLESS, SLOW, Office, Start, WorkerProcess
 
 from shared.domain import Failed, Priority, TextPrompt, TokenPrompt
 from shared.errors import ErrorCode
-from shared.queue import DataJob
+from shared.jobs import DataJob
 from workers.backends.fake import POISON
 
 StartFrontEnd = Callable[..., FrontEnd]

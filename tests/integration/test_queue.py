@@ -18,8 +18,9 @@ from shared.codec import request_from_payload
 from shared.domain import Done, Failed, Priority, Usage
 from shared.errors import ErrorCode, RequestError
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
+from shared.jobs import DataJob, rq_queue
 from shared.log import START, Append, LogReader, LogWriter
-from shared.queue import CANCEL_COMMAND, DataJob, Idempotency, RequestQueue, rq_queue
+from shared.queue import CANCEL_COMMAND, Idempotency, RequestQueue
 from shared.store import connect
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")

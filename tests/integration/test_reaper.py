@@ -16,8 +16,9 @@ from shared import keys
 from shared.domain import Accepted, Failed, Priority
 from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
+from shared.jobs import DataJob
 from shared.log import START, Append, LogReader, LogWriter, Written
-from shared.queue import MOST_DEATHS, DataJob, Handover, RequestQueue
+from shared.queue import MOST_DEATHS, Handover, RequestQueue
 from shared.reaper import UNCLAIMED_AFTER_S, UNFINISHED_AFTER_S, Reaper
 
 pytestmark = pytest.mark.usefixtures("no_key_without_ttl")

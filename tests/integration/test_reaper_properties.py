@@ -18,8 +18,9 @@ from shared import keys
 from shared.domain import Accepted, Chunk, Done, Event, Failed, Priority, Usage, is_terminal
 from shared.errors import ErrorCode
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
+from shared.jobs import DataJob
 from shared.log import START, Append, LogReader, LogWriter, Written
-from shared.queue import DataJob, RequestQueue
+from shared.queue import RequestQueue
 from shared.reaper import UNCLAIMED_AFTER_S, UNFINISHED_AFTER_S, Reaper
 from shared.store import as_text, script
 

@@ -24,7 +24,7 @@ from worker_processes import ENDLESS, SLOW, Office, Start
 from shared import keys
 from shared.domain import Accepted, Failed, FinishReason, Priority, TextPrompt
 from shared.errors import ErrorCode
-from shared.queue import DataJob, rq_queue
+from shared.jobs import DataJob, rq_queue
 from shared.reaper import Reaper
 
 CANCELLED = Failed(ErrorCode.CANCELLED.value, "The client left.")
