@@ -157,7 +157,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 def check_clients(facts: Facts) -> Iterator[Finding]:
     """Whether there is room for more connections: a front-end process has up to 66, a worker up to 10."""
     connected, most = int(facts.get("connected_clients", 0)), int(facts.get("maxclients", 0))
-    said = f"{connected} connections" + (f" of maxclients {most}" if most else "")
+    said = f"{connected} connection{'' if connected == 1 else 's'}" + (f" of maxclients {most}" if most else "")
     if most and connected > FULL * most:
         yield warning("redis clients", said, "raise maxclients")
     else:
