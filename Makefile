@@ -12,7 +12,7 @@ STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve setup test check format bench bench-peers chaos soak docs lock clean
+.PHONY: help serve setup test check format bench bench-peers chaos e2e soak docs lock clean
 
 help:
 	@echo "make serve        set up what is needed and serve on port 8000 (PORT=, ARGS= to change)"
@@ -23,8 +23,9 @@ help:
 	@echo "make bench        measure this server (ARGS= for bench.run)"
 	@echo "make bench-peers  measure this server next to others"
 	@echo "make chaos        run only the tests that kill, stop and cut off (ARGS= for pytest)"
+	@echo "make e2e          build the images and run the tests that need Docker (ARGS= for pytest)"
 	@echo "make soak         10,000 requests while workers are killed and clients leave (ARGS= for bench.soak)"
-	@echo "make docs         write docs/configuration.md from the settings"
+	@echo "make docs         write docs/configuration.md and .env.example from the settings"
 	@echo "make lock         resolve requirements/*.txt anew from pyproject.toml"
 	@echo "make clean        remove .venv and the caches of the tools"
 
@@ -56,11 +57,15 @@ bench-peers: setup
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
+e2e: $(STAMPS)/serve $(STAMPS)/dev
+	tests/e2e/run $(ARGS)
+
 soak: $(STAMPS)/serve $(STAMPS)/dev
 	$(BIN)/python -m bench.soak $(ARGS)
 
 docs: $(STAMPS)/serve
 	$(BIN)/python -m deploy.reference docs/configuration.md
+	$(BIN)/python -m deploy.env_example .env.example
 
 lock: $(STAMPS)/dev
 	$(BIN)/python requirements/lock.py

@@ -30,14 +30,16 @@ SERVE = (
 )
 
 
-def wait_until(condition: Callable[[], Any], *, limit_s: float = 10.0, what: str = "the condition") -> Any:
-    """The first true value of `condition`; fails after `limit_s`."""
+def wait_until(
+    condition: Callable[[], Any], *, limit_s: float = 10.0, what: str = "the condition", pause_s: float = 0.01
+) -> Any:
+    """The first true value of `condition`, asked every `pause_s`; fails after `limit_s`."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         value = condition()
         if value:
             return value
-        time.sleep(0.01)
+        time.sleep(pause_s)
     raise AssertionError(f"{what} did not come true within {limit_s} s")
 
 

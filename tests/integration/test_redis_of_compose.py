@@ -1,0 +1,74 @@
+"""The users of the Redis in docker-compose.yml may do what front ends and workers do, and nothing else."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from asking import request
+from servers import ROOT, FrontEnd, Valkey, free_port
+from test_redis_access import use_everything
+from worker_processes import Office, Start
+
+from deploy.doctor.finding import Level
+from deploy.doctor.permissions import Role, check_permissions
+from shared.domain import Failed
+from shared.queue import RequestQueue
+
+ACL = ROOT / "deploy" / "docker" / "redis" / "users.acl"
+
+NEWER_THAN_7 = {"client|setinfo"}
+"""What redis-py asks of any server and does without."""
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Valkey]:
+    """A server with those users."""
+    port = free_port()
+    users = tmp_path / "users.acl"
+    text = ACL.read_text()
+    for user in ("OPERATOR", "API", "WORKER"):
+        assert text.count(f"PASSWORD_OF_{user}") == 1
+        text = text.replace(f"PASSWORD_OF_{user}", ">secret")
+    users.write_text(text)
+    options = ("--save", "", "--bind", "127.0.0.1", "--protected-mode", "no", "--aclfile", str(users))
+    server = Valkey(tmp_path, port=port, options=options, url=f"redis://operator:secret@127.0.0.1:{port}/0")
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_front_ends_and_workers_are_refused_nothing_that_they_need(
+    guarded: Valkey,
+    start_front_end: Callable[..., FrontEnd],
+    start: Start,
+    connect_to: "Callable[[str], redis.Redis]",
+) -> None:
+    api, worker = (guarded.url.replace("operator", user) for user in ("api", "worker"))
+    front_end = start_front_end(api)
+
+    use_everything(front_end, start, Office(connect_to(guarded.url)), worker)
+    queue = RequestQueue(connect_to(api))
+    queue.submit(request("left-while-queued"), limit=1, timeout_s=60)
+    assert queue.conclude("left-while-queued", Failed("cancelled", ""))
+    assert httpx.get(f"{front_end.url}/metrics").status_code == 200
+    asked = [*check_permissions(connect_to(api), (Role.API,)), *check_permissions(connect_to(worker), (Role.WORKER,))]
+    assert [finding for finding in asked if finding.level is not Level.OK] == []
+
+    refused: Any = connect_to(guarded.url).acl_log()
+    assert {(entry["username"], entry["object"]) for entry in refused if entry["object"] not in NEWER_THAN_7} == set()
+
+
+@pytest.mark.parametrize("user", ["api", "worker"])
+@pytest.mark.parametrize(
+    "command",
+    ["FLUSHALL", "CONFIG GET dir", "KEYS *", "HGETALL other", "PUBLISH other x", "ACL LIST", "SHUTDOWN", "MONITOR"],
+)
+def test_nothing_else_may_be_done(
+    guarded: Valkey, connect_to: "Callable[[str], redis.Redis]", user: str, command: str
+) -> None:
+    client = connect_to(guarded.url.replace("operator", user))
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*command.split())
