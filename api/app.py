@@ -5,6 +5,7 @@ import re
 from http import HTTPStatus
 
 from flask import Flask, Response, g, request
+from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from api.errors import refusal_body, unknown_method_body, unknown_url_body
@@ -18,7 +19,7 @@ from api.routes.models import model_routes
 from api.routes.streams import stream_routes
 from api.schemas.error import error_body
 from api.services import Services
-from shared.errors import RequestError
+from shared.errors import ErrorCode, RequestError
 from shared.logs import about
 from shared.tracing import TRACEPARENT
 
@@ -36,6 +37,7 @@ def create_app(services: Services) -> Flask:
     app.after_request(_finish)
     app.register_error_handler(RequestError, _request_error)
     app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(ParseException, _unreadable_body)
     app.register_error_handler(Exception, _unexpected_error)
     for routes in (generation_routes, stream_routes, model_routes, health_routes, metrics_routes):
         app.register_blueprint(routes(services))
@@ -75,6 +77,11 @@ def _http_error(error: HTTPException) -> Response:
         body = unknown_method_body(request.method, request.path, allowed)
         return json_response(body, status, {"Allow": allowed})
     return json_response(refusal_body(status), status)
+
+
+def _unreadable_body(_: ParseException) -> Response:
+    """A chunked body whose chunks are none: gunicorn finds out only when the body is read."""
+    return _request_error(RequestError(ErrorCode.INVALID_REQUEST, "The request's body cannot be read."))
 
 
 def _unexpected_error(_: Exception) -> Response:

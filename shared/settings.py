@@ -5,12 +5,16 @@ variable (`TOKENMILL_QUEUE_LIMIT`); its metadata gives the help text and the ran
 is generated from these fields, and so is the table in `docs/configuration.md`.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from shared.errors import SettingsError
 
 ENV_PREFIX = "TOKENMILL_"
+
+DAY_S = 86400
 
 
 def setting(
@@ -34,14 +38,22 @@ class ApiSettings:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on", at_least=0, at_most=65535)
     api_processes: int = setting(1, "front-end processes", at_least=1, at_most=64)
-    connections: int = setting(2000, "open client connections per front-end process", at_least=1)
-    queue_limit: int = setting(256, "requests of one model that may wait; one more is answered 429", at_least=1)
-    request_timeout: float = setting(600.0, "seconds until a request is ended with a timeout", at_least=1)
-    accept_wait: float = setting(
-        5.0, "seconds that a stream's status line waits for a worker to accept the prompt", at_least=0
+    connections: int = setting(2000, "open client connections per front-end process", at_least=1, at_most=1_000_000)
+    queue_limit: int = setting(
+        256, "requests of one model that may wait; one more is answered 429", at_least=1, at_most=1_000_000_000
     )
-    keep_alive: float = setting(10.0, "seconds between keep-alive comments on a silent stream", at_least=0.1)
-    drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
+    request_timeout: float = setting(
+        600.0, "seconds until a request is ended with a timeout", at_least=1, at_most=DAY_S
+    )
+    accept_wait: float = setting(
+        5.0, "seconds that a stream's status line waits for a worker to accept the prompt", at_least=0, at_most=DAY_S
+    )
+    keep_alive: float = setting(
+        10.0, "seconds between keep-alive comments on a silent stream", at_least=0.1, at_most=DAY_S
+    )
+    drain_timeout: float = setting(
+        30.0, "seconds that a stopping process gives to running requests", at_least=0, at_most=DAY_S
+    )
     log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "whether a message is logged as text or as JSON", choices=("text", "json"))
     otlp_endpoint: str = setting("", "URL of an OpenTelemetry collector that takes traces over HTTP; empty: no traces")
@@ -66,7 +78,12 @@ class WorkerSettings:
     threads: int = setting(
         0, "threads for the model; 0: one per core, shared equally by the workers of `up`", at_least=0, at_most=512
     )
-    ctx: int = setting(4096, "most tokens of a prompt with its answer; 0: what the model was trained for", at_least=0)
+    ctx: int = setting(
+        4096,
+        "most tokens of a prompt with its answer; 0: what the model was trained for",
+        at_least=0,
+        at_most=2**31 - 1,
+    )
     prefill_chunk: int = setting(
         0,
         "most prompt tokens computed in one step while other answers are running, up to four times that where more "
@@ -84,11 +101,17 @@ class WorkerSettings:
         "seconds without progress after which a worker exits and hands its requests over; 0: twenty times its longest "
         "step so far, and at least 10",
         at_least=0,
+        at_most=DAY_S,
     )
     abandon: float = setting(
-        60.0, "seconds after which an interactive request that no front end listens to is ended", at_least=1
+        60.0,
+        "seconds after which an interactive request that no front end listens to is ended",
+        at_least=1,
+        at_most=DAY_S,
     )
-    drain_timeout: float = setting(30.0, "seconds that a stopping process gives to running requests", at_least=0)
+    drain_timeout: float = setting(
+        30.0, "seconds that a stopping process gives to running requests", at_least=0, at_most=DAY_S
+    )
     metrics_port: int = setting(
         0,
         "port for /metrics, /health and /ready of a worker; 0: none. The workers of `up` take this one and the next",
@@ -109,12 +132,26 @@ def check(settings: Any) -> None:
     for item in fields(settings):
         value = getattr(settings, item.name)
         choices, low, high = (item.metadata[key] for key in ("choices", "at_least", "at_most"))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingsError(f"{source(item.name)}: {value} is not a number that can be used")
         if choices and value not in choices:
             raise SettingsError(f"{source(item.name)}: {value!r} is not one of {', '.join(choices)}")
         if low is not None and value < low:
             raise SettingsError(f"{source(item.name)}: {value} is below {low:g}")
         if high is not None and value > high:
             raise SettingsError(f"{source(item.name)}: {value} is above {high:g}")
+        if item.name == "otlp_endpoint" and value:
+            _check_http_url(item.name, value)
+
+
+def _check_http_url(name: str, value: str) -> None:
+    try:
+        parts = urlsplit(value)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise SettingsError(f"{source(name)}: {value!r} is not an http:// or https:// URL")
 
 
 def flag(name: str) -> str:

@@ -70,7 +70,7 @@ def carry_on(attempt: Attempt, past: Iterable[Event]) -> list[Event]:
 
 def _encode(prompt: Prompt, encoder: PromptEncoder, backend: Backend) -> list[int]:
     context = backend.description.context
-    tokens = encoder.encode(prompt, vocabulary=backend.description.vocabulary)
+    tokens = encoder.encode(prompt, vocabulary=backend.description.vocabulary, most_tokens=context)
     if len(tokens) >= context:
         raise RequestError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,

@@ -29,6 +29,10 @@ CHATML = (
 """Used for models that bring no template of their own."""
 
 
+MOST_CHARACTERS_PER_TOKEN = 256
+"""Beyond any token of the vocabularies in use: the longest are runs of spaces, of up to 128 or so."""
+
+
 class PromptEncoder:
     """Turns prompts into tokens for one model. Used by the intake thread.
 
@@ -48,16 +52,20 @@ class PromptEncoder:
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
 
-    def encode(self, prompt: Prompt, *, vocabulary: int) -> list[int]:
+    def encode(self, prompt: Prompt, *, vocabulary: int, most_tokens: int) -> list[int]:
         """The tokens of a prompt; with exactly one BOS if the model wants one.
+
+        There may be more than `most_tokens`; but a text that is certainly longer is not tokenised to count them, which
+        takes seconds for some megabytes while everybody else's prompt waits.
 
         Raises:
             RequestError: the template refuses the conversation, a token is outside the
-                vocabulary, or nothing is left to continue.
+                vocabulary, nothing is left to continue, or the text is far too long.
         """
         if isinstance(prompt, ChatPrompt):
-            tokens = self._encode_chat(prompt.messages)
+            tokens = self._encode_chat(prompt.messages, most_tokens)
         elif isinstance(prompt, TextPrompt):
+            self._check_length(prompt.text, most_tokens, param="prompt")
             tokens = self._with_bos(self._tokenizer.encode(prompt.text, special=True))
         else:
             tokens = list(prompt.tokens)
@@ -72,9 +80,10 @@ class PromptEncoder:
             raise RequestError(ErrorCode.INVALID_REQUEST, "The prompt has no tokens to continue.", param="prompt")
         return tokens
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[ChatMessage], most_tokens: int) -> list[int]:
         spelled: list[str] = []
         rendered = self._render([self._disarm(message, spelled) for message in messages])
+        self._check_length(rendered, most_tokens, param="messages")
         tokens: list[int] = []
         for index, part in enumerate(re.split(f"{self._mark}:([0-9]+)\ue001", rendered)):
             if index % 2:
@@ -82,6 +91,15 @@ class PromptEncoder:
             elif part:
                 tokens += self._tokenizer.encode(part, special=True)
         return self._with_bos(tokens)
+
+    def _check_length(self, text: str, most_tokens: int, *, param: str) -> None:
+        if len(text) > most_tokens * MOST_CHARACTERS_PER_TOKEN:
+            raise RequestError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"This model's context is {most_tokens} tokens, prompt and answer together. "
+                f"The prompt has {len(text)} characters: shorten it.",
+                param=param,
+            )
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         try:

