@@ -7,6 +7,7 @@ one that reads the subscription, one that reaps, and with traces one that sends 
 What the workers count is in files of a folder that lives as long as the master, one set for each process.
 """
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
@@ -63,6 +65,10 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 LIVE_GAUGES = "gauge_live*_{pid}.db"
 """Its files with what a process has now, as opposed to what it has counted."""
 
+METRICS_PREFIX = "tokenmill-metrics-"
+JUST_MADE_S = 60
+"""A folder younger than this may not be locked yet."""
+
 END_MARGIN_S = 3
 """Added to the drain time, for streams to write their last event before gunicorn ends them."""
 
@@ -84,14 +90,38 @@ def serve(settings: ApiSettings) -> None:
 
 @contextmanager
 def metrics_folder() -> Iterator[Path]:
-    """An empty folder that is gone afterwards. The processes that are forked meanwhile leave it alone."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenmill-metrics-"))
+    """An empty folder that is gone afterwards. The processes that are forked meanwhile leave it alone.
+
+    It is locked for as long as one of them lives, so that one without a lock was left behind by a process that was
+    killed, and the next to start removes it.
+    """
+    _remove_left_behind()
+    folder = Path(tempfile.mkdtemp(prefix=METRICS_PREFIX))
     owner = os.getpid()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
     try:
         yield folder
     finally:
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _remove_left_behind() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{METRICS_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue  # another user's, or gone at this moment
+        try:
+            if time.time() - os.fstat(lock).st_mtime > JUST_MADE_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # in use
+        finally:
+            os.close(lock)
 
 
 def bind(host: str, port: int) -> socket.socket:

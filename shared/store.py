@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.connection import DefaultParser
-from redis.exceptions import ExecAbortError, MasterDownError, NoPermissionError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import (
+    AuthenticationError,
+    ExecAbortError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+)
 from redis.retry import Retry
 
 from shared import sentinel
@@ -107,7 +114,7 @@ def check(client: "redis.Redis", url: str) -> None:
 
     Raises:
         StoreAwayError: it does not answer; in one line.
-        StoreError: it evicts keys, or is too old; in one line.
+        StoreError: it lets nobody in with this password, evicts keys, or is too old; in one line.
     """
     shown = without_password(url)
     try:
@@ -116,6 +123,8 @@ def check(client: "redis.Redis", url: str) -> None:
     except NoPermissionError as error:
         logger.warning("whether Redis at %s evicts keys and is new enough cannot be checked: %s", shown, error)
         return
+    except AuthenticationError as error:
+        raise StoreError(f"Redis at {shown} does not let us in, mend user and password: {error}") from error
     except redis.RedisError as error:
         raise StoreAwayError(f"cannot reach Redis at {shown}: {error}") from error
     version = str(facts["redis_version"])

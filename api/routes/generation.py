@@ -69,6 +69,11 @@ def generation_routes(services: Services) -> Blueprint:
 
 
 def _body() -> bytes:
+    coding = request.headers.get("Content-Encoding", "identity")
+    if coding.strip().lower() != "identity":
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST, f"The request's Content-Encoding {coding!r} is not known here; send it as it is."
+        )
     raw = request.get_data()
     if len(raw) > MAX_BODY_BYTES:
         raise RequestEntityTooLarge

@@ -1,5 +1,6 @@
 """Answers of the real server, judged with the official client."""
 
+import gzip
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -412,6 +413,15 @@ def test_a_body_in_chunks_of_unknown_length_is_read_and_limited_all_the_same(
 
     assert httpx.post(url, content=iter([raw[:10], raw[10:]])).status_code == 200
     assert httpx.post(url, content=(b" " * 2**20 for _ in range(11))).status_code == 413
+
+
+def test_a_body_in_a_content_coding_is_refused_by_that_name(front_end: FrontEnd) -> None:
+    packed = gzip.compress(json.dumps(CHAT).encode())
+
+    answer = httpx.post(f"{front_end.url}/v1/chat/completions", content=packed, headers={"Content-Encoding": "gzip"})
+
+    assert answer.status_code == 400
+    assert "Content-Encoding 'gzip'" in answer.json()["error"]["message"]
 
 
 def test_several_processes_share_the_port(start_front_end: Callable[..., FrontEnd], start_worker: StartWorker) -> None:

@@ -1,6 +1,7 @@
 """What front ends and workers count, scraped as Prometheus does it, after requests that are known."""
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -458,3 +459,25 @@ def test_the_workers_of_up_have_ports_one_after_the_other(tmp_path: Path) -> Non
         assert shown == {"ready": True, "missing": []}
     finally:
         up.clean()
+
+
+def test_what_a_killed_front_end_kept_is_removed_by_the_next_and_no_other(
+    valkey: Valkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    killed = FrontEnd(valkey.url).start().ready()
+    (left_behind,) = tmp_path.glob("tokenmill-metrics-*")
+    running = FrontEnd(valkey.url).start().ready()
+    (in_use,) = set(tmp_path.glob("tokenmill-metrics-*")) - {left_behind}
+    killed.kill()
+    killed.wait()
+    for folder in (left_behind, in_use):
+        os.utime(folder, (0, 0))
+
+    next_one = FrontEnd(valkey.url).start().ready()
+
+    assert not left_behind.exists()
+    assert in_use.exists()
+    running.stop()
+    next_one.stop()
+    assert not list(tmp_path.glob("tokenmill-metrics-*"))

@@ -57,6 +57,22 @@ def test_up_refuses_a_redis_that_evicts(evicting_valkey: Valkey, tmp_path: Path)
         up.clean()
 
 
+def test_nobody_starts_with_a_wrong_password(
+    valkey: Valkey, connect_to: "Callable[[str], redis.Redis]", tmp_path: Path
+) -> None:
+    url = limited(connect_to(valkey.url), valkey, "+ping").replace("hidden", "guessed")
+
+    worker = WorkerProcess(url, tmp_path)
+    status, errors = FrontEnd(url).start().wait()
+
+    assert worker.end() == 1
+    assert status != 0
+    for said in (worker.output, errors):
+        assert "does not let us in" in said
+        assert "guessed" not in said
+        assert len(said.splitlines()) == 1
+
+
 def test_a_front_end_starts_without_redis_and_says_so() -> None:
     front_end = FrontEnd(f"redis://:secret@127.0.0.1:{free_port()}/0").start().ready()
 

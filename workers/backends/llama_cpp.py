@@ -154,8 +154,6 @@ class LlamaCppBackend:
         self._positions = np.ctypeslib.as_array(self._batch.pos, shape=(self._batch_room,))
         self._wants = np.ctypeslib.as_array(self._batch.logits, shape=(self._batch_room,))
         np.ctypeslib.as_array(self._batch.n_seq_id, shape=(self._batch_room,))[:] = 1
-        self._rows_at = (0, 0)
-        self._logits: Logits = np.empty((0, self.tokenizer.size), np.float32)
         cannot_cut = (
             llama_cpp.llama_model_is_recurrent(model)
             or llama_cpp.llama_model_is_hybrid(model)
@@ -188,20 +186,12 @@ class LlamaCppBackend:
         with_logits = [index for index in order if work[index].wants_logits]
         if not with_logits:
             return np.empty((0, self.tokenizer.size), np.float32)
-        logits = self._rows(len(with_logits))
+        logits = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(self._context), shape=(len(with_logits), self.tokenizer.size)
+        )
         if with_logits == sorted(with_logits):
             return logits
         return logits[np.argsort(with_logits)]
-
-    def _rows(self, count: int) -> Logits:
-        """The first so many rows of llama.cpp's logits."""
-        pointer = llama_cpp.llama_get_logits(self._context)
-        address = ctypes.addressof(pointer.contents)
-        if (address, count) != self._rows_at:
-            # Making an array of a pointer takes longer than all else here, and the buffer is nearly always the same.
-            self._rows_at = (address, count)
-            self._logits = np.ctypeslib.as_array(pointer, shape=(count, self.tokenizer.size))
-        return self._logits
 
     def _fill_batch(self, work: Sequence[SlotWork]) -> None:
         count = 0
