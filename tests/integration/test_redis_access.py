@@ -113,6 +113,23 @@ def test_nobody_else_may_do_anything_with_the_cluster_s_redis(
     assert "flushall" in [entry["object"] for entry in refused]
 
 
+def test_transactions_are_there_again_after_a_restart(
+    guarded: Valkey, connect_to: "Callable[[str], redis.Redis]"
+) -> None:
+    keeps_transactions(guarded, connect_to(guarded.url))
+
+
+def keeps_transactions(server: Valkey, operator: "redis.Redis") -> None:
+    """A Redis that reads its append-only file does so as its default user, and drops what that user may not do."""
+    with operator.pipeline(transaction=True) as together:
+        together.set("one", 1)
+        together.set("two", 2)
+        together.execute()
+    server.stop()
+    server.start()
+    assert operator.mget("one", "two") == [b"1", b"2"]
+
+
 def test_the_cluster_s_redis_lets_other_hosts_in(tmp_path: Path) -> None:
     require_namespaces()
     with Network() as network:
@@ -146,20 +163,25 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def encrypted(tmp_path: Path, certificates: Path) -> Iterator[Valkey]:
-    """A Redis that takes TLS only. The packaged Valkey is built without it."""
+def redis_of_debian() -> str:
+    """The path of its server."""
     binary = shutil.which("redis-server")
     if binary is None:
         assert not os.environ.get("CI"), "redis-server is missing: .ci/run installs it"
         pytest.skip("redis-server is missing (on Debian and Ubuntu: apt install redis-server)")
+    return binary
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path, certificates: Path) -> Iterator[Valkey]:
+    """A Redis that takes TLS only. The packaged Valkey is built without it."""
     port = free_port()
     options = (
         f"--tls-port {port} --bind 127.0.0.1 --tls-auth-clients no --tls-ca-cert-file {certificates}/authority.crt"
     )
     options += f" --tls-cert-file {certificates}/server.crt --tls-key-file {certificates}/server.key --save"
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates}/authority.crt"
-    server = Valkey(tmp_path, options=(*options.split(), ""), url=url, binary=binary)
+    server = Valkey(tmp_path, options=(*options.split(), ""), url=url, binary=redis_of_debian())
     server.start()
     yield server
     server.stop()

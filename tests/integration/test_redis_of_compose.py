@@ -9,7 +9,7 @@ import pytest
 import redis
 from asking import request
 from servers import ROOT, FrontEnd, Valkey, free_port
-from test_redis_access import use_everything
+from test_redis_access import keeps_transactions, redis_of_debian, use_everything
 from worker_processes import Office, Start
 
 from deploy.doctor.finding import Level
@@ -23,9 +23,8 @@ NEWER_THAN_7 = {"client|setinfo"}
 """What redis-py asks of any server and does without."""
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Valkey]:
-    """A server with those users."""
+def guarded_server(tmp_path: Path, *options: str, binary: str = "") -> Valkey:
+    """A server with those users, not started."""
     port = free_port()
     users = tmp_path / "users.acl"
     text = ACL.read_text()
@@ -33,8 +32,14 @@ def guarded(tmp_path: Path) -> Iterator[Valkey]:
         assert text.count(f"PASSWORD_OF_{user}") == 1
         text = text.replace(f"PASSWORD_OF_{user}", ">secret")
     users.write_text(text)
-    options = ("--save", "", "--bind", "127.0.0.1", "--protected-mode", "no", "--aclfile", str(users))
-    server = Valkey(tmp_path, port=port, options=options, url=f"redis://operator:secret@127.0.0.1:{port}/0")
+    options = ("--save", "", "--bind", "127.0.0.1", "--protected-mode", "no", "--aclfile", str(users), *options)
+    url = f"redis://operator:secret@127.0.0.1:{port}/0"
+    return Valkey(tmp_path, port=port, options=options, url=url, binary=binary)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Valkey]:
+    server = guarded_server(tmp_path)
     server.start()
     yield server
     server.stop()
@@ -59,6 +64,23 @@ def test_front_ends_and_workers_are_refused_nothing_that_they_need(
 
     refused: Any = connect_to(guarded.url).acl_log()
     assert {(entry["username"], entry["object"]) for entry in refused if entry["object"] not in NEWER_THAN_7} == set()
+
+
+def test_transactions_are_there_again_after_a_restart(
+    tmp_path: Path, connect_to: "Callable[[str], redis.Redis]"
+) -> None:
+    server = guarded_server(tmp_path, "--appendonly", "yes", binary=redis_of_debian())
+    server.start()
+    try:
+        keeps_transactions(server, connect_to(server.url))
+    finally:
+        server.stop()
+
+
+def test_who_gives_no_password_may_do_nothing(guarded: Valkey, connect_to: "Callable[[str], redis.Redis]") -> None:
+    for stranger in ("", "default:@", "default:secret@"):
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            connect_to(guarded.url.replace("operator:secret@", stranger)).get("key")
 
 
 @pytest.mark.parametrize("user", ["api", "worker"])
