@@ -89,7 +89,9 @@ class Stack:
 
     def status(self) -> Any:
         """What `tokenmill status` says, in a front end's container."""
-        return json.loads(self.compose("exec", "-T", "api", "entrypoint", "status", "--json").stdout)
+        # Compose itself would look for the service's first container, which may have been replaced.
+        front_end, *_ = self.containers("api")
+        return json.loads(docker("exec", front_end, "entrypoint", "status", "--json").stdout)
 
     def redis(self, *command: str) -> str:
         """A command of Redis, as the user who may do everything."""
