@@ -65,7 +65,7 @@ def allowed(item: "Field[Any]") -> str:
     low, high = item.metadata["at_least"], item.metadata["at_most"]
     if low is None:
         return "text"
-    return f"{low:g} to {high:g}" if high is not None else f"at least {low:g}"
+    return f"{low} to {high}" if high is not None else f"at least {low}"
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ def check(settings: Any) -> None:
         if choices and value not in choices:
             raise SettingsError(f"{source(item.name)}: {value!r} is not one of {', '.join(choices)}")
         if low is not None and value < low:
-            raise SettingsError(f"{source(item.name)}: {value} is below {low:g}")
+            raise SettingsError(f"{source(item.name)}: {value} is below {low}")
         if high is not None and value > high:
-            raise SettingsError(f"{source(item.name)}: {value} is above {high:g}")
+            raise SettingsError(f"{source(item.name)}: {value} is above {high}")
         if item.name == "otlp_endpoint" and value:
             _check_http_url(item.name, value)
 

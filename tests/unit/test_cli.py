@@ -54,7 +54,7 @@ BAD_VALUES = [
     ("api", "keep_alive", "0", "0.0 is below 0.1"),
     ("api", "request_timeout", "inf", "inf is not a number that can be used"),
     ("api", "request_timeout", "1e300", "1e+300 is above 86400"),
-    ("api", "connections", "99999999999999999999", "99999999999999999999 is above 1e+06"),
+    ("api", "connections", "99999999999999999999", "99999999999999999999 is above 1000000"),
     ("api", "otlp_endpoint", "nonsense", "'nonsense' is not an http:// or https:// URL"),
     ("worker", "lease", "nan", "nan is not a number that can be used"),
     ("worker", "drain_timeout", "inf", "inf is not a number that can be used"),

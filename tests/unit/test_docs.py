@@ -28,3 +28,13 @@ def test_the_trace_names_what_its_files_define() -> None:
         source = (ROOT / path).read_text()
         assert re.search(rf"^class {name}\b", source, re.MULTILINE), (name, path)
         assert not attribute or re.search(rf"^    def {attribute}\b", source, re.MULTILINE), (name, attribute, path)
+
+
+def test_every_page_and_decision_is_reached_from_the_readme() -> None:
+    linked = {
+        path.resolve() for page in PAGES for path in (page.parent / link for link in LINKS.findall(page.read_text()))
+    }
+    unreached = [
+        str(page.relative_to(ROOT)) for page in PAGES if page.parts[-2] in ("docs", "adr") and page not in linked
+    ]
+    assert [name for name in unreached if name != "docs/adr/README.md"] == []
