@@ -197,8 +197,8 @@ class LlamaCppBackend:
     def _rows(self, count: int) -> Logits:
         """The first so many rows of llama.cpp's logits.
 
-        The buffer is nearly always the same, and making an array of a pointer takes 40 us of a step: after a pass of the
-        model nothing of it is in the CPU's caches.
+        The buffer is nearly always the same, and making an array of a pointer takes 40 us of a step: after a pass of
+        the model nothing of it is in the CPU's caches.
         """
         pointer = llama_cpp.llama_get_logits(self._context)
         address = ctypes.addressof(pointer.contents)
