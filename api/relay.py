@@ -217,7 +217,12 @@ class Following:
         """The entries that follow the last one; at the first that does not, note the gap and stop."""
         entries: list[Entry] = []
         for message in messages:
-            entry = entry_from_message(message)
+            try:
+                entry = entry_from_message(message)
+            except RequestError:
+                # Anybody may publish: the log tells.
+                self._gap = True
+                break
             if entry.id <= self._position:
                 continue
             if not self._position.is_followed_by(entry.id):
@@ -260,7 +265,11 @@ class Following:
             self._relay.queue.conclude(self.request_id, TIMED_OUT)
         except redis.RedisError as error:
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, TIMED_OUT.message) from error
-        return self._from_log()
+        entries = self._from_log()
+        if not entries:
+            # Nothing was left to be ended, or nothing that can be: somebody has written over it.
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, TIMED_OUT.message)
+        return entries
 
     def _abandon(self) -> None:
         """The client has left: cancel, however long Redis takes to hear of it."""

@@ -49,6 +49,8 @@ def whole(following: Following, exchange: Exchange, *, choices: int) -> tuple[li
         for entry in entries:
             _raise_if_failed(entry)
             match entry.event:
+                case Chunk(choice) | Finished(choice) if choice >= choices:
+                    raise RequestError(ErrorCode.REQUEST_LOST, "The answer has a choice that was not asked for.")
                 case Chunk() as chunk:
                     gathered[chunk.choice].add(chunk)
                 case Finished(choice, reason):

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import msgspec
 import redis
 from rq import Queue
 
 from shared import keys
 from shared.domain import Priority
-from shared.fleet import WorkerInfo
-from shared.store import as_text
+from shared.fleet import WorkerInfo, worker_info
+from shared.store import readable, replies
 
 
 class Census(NamedTuple):
@@ -35,9 +34,9 @@ def take_census(client: "redis.Redis") -> Census:
     with client.pipeline(transaction=False) as pipeline:
         pipeline.smembers(keys.WORKERS)
         pipeline.smembers(Queue.redis_queues_keys)
-        names, queue_keys = pipeline.execute()
-    workers = sorted(as_text(name) for name in names)
-    queues = list(_queues(as_text(key) for key in queue_keys))
+        names, queue_keys = replies(pipeline)
+    workers = sorted(readable(names or ()))
+    queues = list(_queues(readable(queue_keys or ())))
     models = sorted({model for model, _ in queues})
     with client.pipeline(transaction=False) as pipeline:
         for worker in workers:
@@ -47,11 +46,11 @@ def take_census(client: "redis.Redis") -> Census:
             pipeline.llen(Queue.redis_queue_namespace_prefix + keys.queue_name(model, priority))
         for model in models:
             pipeline.exists(keys.model(model))
-        replies = iter(pipeline.execute())
-    seen = [(next(replies), next(replies)) for _ in workers]
-    waiting = {queue: next(replies) for queue in queues}
-    is_known = {model: bool(next(replies)) for model in models}
-    live = [(msgspec.json.decode(info, type=WorkerInfo), claimed) for info, claimed in seen if info is not None]
+        answers = iter(replies(pipeline))
+    seen = [(worker_info(next(answers)), next(answers) or 0) for _ in workers]
+    waiting = {queue: next(answers) or 0 for queue in queues}
+    is_known = {model: bool(next(answers)) for model in models}
+    live = [(info, claimed) for info, claimed in seen if info is not None]
     running: dict[str, int] = {}
     for info, claimed in live:
         running[info.model.name] = running.get(info.model.name, 0) + claimed

@@ -30,16 +30,16 @@ def request_to_payload(request: GenerationRequest) -> dict[str, Any]:
     return payload
 
 
-def request_from_payload(payload: object) -> GenerationRequest:
-    """The request in a job's argument.
+def request_from_payload(payload: bytes) -> GenerationRequest:
+    """The request in a job's argument, which is JSON.
 
     Raises:
         RequestError: `payload_version` when another version wrote it, `invalid_request` when it
             is not such a payload at all.
     """
     try:
-        version = msgspec.convert(payload, _VersionOnly).v
-    except msgspec.ValidationError as error:
+        version = msgspec.json.decode(payload, type=_VersionOnly).v
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(ErrorCode.INVALID_REQUEST, "The queued job is not a request.") from error
     if version != PAYLOAD_VERSION:
         raise RequestError(
@@ -48,8 +48,8 @@ def request_from_payload(payload: object) -> GenerationRequest:
             f"this worker speaks {PAYLOAD_VERSION}. Bring both to the same release and retry.",
         )
     try:
-        return msgspec.convert(payload, _Envelope).request
-    except msgspec.ValidationError as error:
+        return msgspec.json.decode(payload, type=_Envelope).request
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"The queued request is malformed: {error}") from error
 
 
@@ -66,5 +66,5 @@ def decode_event(line: bytes) -> Event:
     """
     try:
         return _event_decoder.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(ErrorCode.REQUEST_LOST, "An entry of the request's log cannot be read.") from error

@@ -1,12 +1,29 @@
 """The domain: a generation request, its parameters, and the events that answer it.
 
 Everything here is frozen and crosses process boundaries through `shared.codec`.
-Token counts are in tokens, times in seconds.
+Token counts are in tokens, times in seconds. Ranges are checked where something is decoded: what a front end lets
+through is narrower, but whoever can write to Redis can queue a request as well.
 """
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+MOST_TOKENS = 2**31 - 1
+MOST_CHOICES = 128
+MOST_CHOICES_IN_ALL = MOST_CHOICES * MOST_CHOICES
+MOST_MESSAGES = 1_000_000
+MOST_STOPS = 64
+MOST_LOGPROBS = 20
+
+Choice = Annotated[int, Meta(ge=0, lt=MOST_CHOICES_IN_ALL)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Token = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Priority(StrEnum):
@@ -31,15 +48,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     second attempt at the same request draws the same tokens.
     """
 
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=MOST_TOKENS)] = 0
+    min_p: Share = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    logit_bias: tuple[tuple[Token, Bias], ...] = ()
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +70,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", tag_field="kind"):
     """A conversation, turned into a prompt by the model's chat template in the worker."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: Annotated[tuple[ChatMessage, ...], Meta(max_length=MOST_MESSAGES)]
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
@@ -65,7 +82,7 @@ class TextPrompt(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
 class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens", tag_field="kind"):
     """A prompt that is tokens already."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[Token, ...]
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -82,14 +99,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=MOST_CHOICES_IN_ALL)]
     sampling: SamplingParams
-    n: int = 1
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(max_length=MOST_STOPS)] = ()
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     priority: Priority = Priority.INTERACTIVE
     trace: str | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.choices > MOST_CHOICES_IN_ALL:
+            raise ValueError(f"Expected at most {MOST_CHOICES_IN_ALL} choices")
 
     @property
     def choices(self) -> int:
@@ -123,15 +144,15 @@ class ChosenLogprob(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens used by a whole request. `cached` counts prompt tokens that were not computed again."""
 
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
+    prompt: Count = 0
+    completion: Count = 0
+    cached: Count = 0
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="type"):
     """A worker took the request and its prompts fit; comes first."""
 
-    prompt_tokens: int
+    prompt_tokens: Count
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type", omit_defaults=True):
@@ -141,16 +162,16 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type", omit_def
     be empty while `tokens` is not. `logprobs`, if asked for, has one entry per token.
     """
 
-    choice: int
+    choice: Choice
     text: str
-    tokens: tuple[int, ...]
+    tokens: tuple[Token, ...]
     logprobs: tuple[ChosenLogprob, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", tag_field="type"):
     """One choice ended; exactly once per choice of a request that is done."""
 
-    choice: int
+    choice: Choice
     reason: FinishReason
 
 

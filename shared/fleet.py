@@ -13,7 +13,7 @@ import redis
 
 from shared import keys
 from shared.errors import ErrorCode, RequestError
-from shared.store import as_text, store_errors
+from shared.store import readable, replies, store_errors
 
 RENEWALS_PER_LEASE = 4
 
@@ -70,6 +70,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     token_gap_p50_s: float = 0.0
 
 
+def worker_info(raw: bytes | None) -> WorkerInfo | None:
+    """What a worker says of itself; None of one that says nothing, or nothing that can be read."""
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=WorkerInfo)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
 class Fleet:
     """The workers' side and the readers' side of the registry."""
 
@@ -103,14 +111,14 @@ class Fleet:
 
     def workers(self) -> list[WorkerInfo]:
         """The workers that are alive now, by name."""
-        names = sorted(as_text(name) for name in self._client.smembers(keys.WORKERS))
+        names = sorted(readable(self._client.smembers(keys.WORKERS)))
         if not names:
             return []
         with self._client.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.hget(keys.worker(name), "info")
-            infos = pipeline.execute()
-        return [msgspec.json.decode(info, type=WorkerInfo) for info in infos if info is not None]
+            infos = replies(pipeline)
+        return [worker for info in infos if (worker := worker_info(info)) is not None]
 
     def is_known(self, model: str) -> bool:
         """Whether the model was served within the last day."""

@@ -16,7 +16,7 @@ from shared import keys
 from shared.codec import decode_event, encode_event
 from shared.domain import Done, Event, Failed
 from shared.errors import ErrorCode, RequestError
-from shared.store import as_text, script
+from shared.store import MisplacedError, as_text, replies, script
 
 
 class EntryId(NamedTuple):
@@ -47,7 +47,8 @@ class EntryId(NamedTuple):
 START = EntryId(0, 0)
 """Before every entry."""
 
-_ENTRY_ID = re.compile(r"(\d{1,9})-(\d{1,18})")
+ENTRY_ID_PATTERN = "([0-9]{1,9})-([0-9]{1,18})"
+_ENTRY_ID = re.compile(ENTRY_ID_PATTERN)
 
 
 def parse_entry_id(text: str) -> EntryId | None:
@@ -67,10 +68,13 @@ def entry_from_message(message: bytes) -> Entry:
     """The entry in a published message: its id, a space, the event.
 
     Raises:
-        RequestError: the event cannot be read.
+        RequestError: it is none, or the event cannot be read.
     """
     raw_id, _, line = message.partition(b" ")
-    return Entry(_entry_id(raw_id), decode_event(line))
+    found = parse_entry_id(raw_id.decode(errors="replace"))
+    if found is None:
+        raise RequestError(ErrorCode.REQUEST_LOST, "A message about the request cannot be read.")
+    return Entry(found, decode_event(line))
 
 
 def _entry_id(raw: bytes) -> EntryId:
@@ -160,10 +164,13 @@ class LogReader:
         """Up to PAGE entries that follow `position`; empty at the end.
 
         Raises:
-            RequestError: `request_lost` when the log holds `position` no more, when an entry cannot be
+            RequestError: `request_lost` when the log holds `position` no more, when an entry or the whole cannot be
                 read, or when the ids show that one is missing. They do not for the last of an attempt.
         """
-        rows: Any = self._client.xrange(keys.log(request_id), min=str(position), count=self.PAGE + 1)
+        try:
+            rows: Any = self._client.xrange(keys.log(request_id), min=str(position), count=self.PAGE + 1)
+        except MisplacedError as error:
+            raise RequestError(ErrorCode.REQUEST_LOST, "The request's log has been overwritten.") from error
         entries = [_entry(*row) for row in rows]
         if position != START:
             if not entries or entries[0].id != position:
@@ -194,10 +201,13 @@ class LogReader:
             pipeline.xrange(key, count=1)
             pipeline.xrange(key, min=str(position), count=1)
             pipeline.xrevrange(key, count=1)
-            rows = [_entry_id(found[0][0]) if found else None for found in pipeline.execute()]
+            rows = [_entry_id(found[0][0]) if found else None for found in replies(pipeline)]
         return Surroundings(*rows)
 
     def state(self, request_id: str) -> str | None:
         """`queued`, `running`, `done`, `failed`, `cancelled`, or None when the request is not (or no longer) known."""
-        state = self._client.hget(keys.request(request_id), "state")
-        return as_text(state) if state is not None else None
+        try:
+            state = self._client.hget(keys.request(request_id), "state")
+        except MisplacedError:
+            return None
+        return as_text(state, errors="replace") if state is not None else None

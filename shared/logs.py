@@ -12,12 +12,32 @@ TEXT = "%(asctime)s %(levelname)s %(name)s [%(process)d] %(message)s"
 JSON_FIELDS = {"levelname": "level", "name": "logger", "process": "pid", "message": "message"}
 """What each JSON message has beside its `time`: Python's name and ours."""
 
+MOST_OF_AN_ERROR = 300
+
+
+class OneLineFormatter(logging.Formatter):
+    """Text in which no message has a second line: some quote what others have written. A traceback has its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The message with its time and origin."""
+        text = super().formatMessage(record)
+        return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
 
 def configure(*, level: str, format: str) -> None:
     """Set the root logger up for this process and those that it forks."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_json_formatter() if format == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(_json_formatter() if format == "json" else OneLineFormatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, to be part of a message."""
+    return " ".join(str(error).split())[:MOST_OF_AN_ERROR] or type(error).__name__
 
 
 def about(request_id: str) -> dict[str, str]:

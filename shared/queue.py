@@ -19,8 +19,17 @@ from shared import keys
 from shared.codec import encode_event, request_to_payload
 from shared.domain import Failed, GenerationRequest, Priority
 from shared.errors import RETRYABLE, ErrorCode, RequestError
-from shared.jobs import EXECUTION_PREFIX, FAILURE_TTL_S, JOB_LABEL, RESULT_TTL_S, DataJob, mark_cancelled, rq_queue
-from shared.store import as_text, script, store_errors
+from shared.jobs import (
+    EXECUTION_PREFIX,
+    FAILURE_TTL_S,
+    JOB_LABEL,
+    RESULT_TTL_S,
+    DataJob,
+    for_show,
+    mark_cancelled,
+    rq_queue,
+)
+from shared.store import MisplacedError, as_text, replies, script, store_errors
 
 ATTRIBUTE_PREFIX = "attribute:"
 """Sets the front end's own fields in a request's hash apart; as in `submit.lua`."""
@@ -238,7 +247,7 @@ class RequestQueue:
             deaths >= ALONE_AFTER_DEATHS,
             age_ms / 1000,
             waited_ms / 1000,
-            as_text(died),
+            as_text(died, errors="replace"),
             ran_ms / 1000,
         )
 
@@ -253,14 +262,14 @@ class RequestQueue:
         With `died` it counts among the workers that it may have ended; one that has ended
         `MOST_DEATHS` is not queued again.
         """
-        model, priority = self._client.hmget(keys.request(request_id), "model", "priority")
-        if model is None or priority is None:
+        place = self._place(request_id)
+        if place is None:
             return Handover.LOST
-        queue = self._queue(as_text(model), Priority(as_text(priority)))
+        queue = self._queue(*place)
         outcome = self._hand_over(
             keys=[
                 keys.request(request_id),
-                keys.waiting(as_text(model)),
+                keys.waiting(place[0]),
                 keys.running(worker),
                 queue.key,
                 queue.intermediate_queue_key,
@@ -278,11 +287,11 @@ class RequestQueue:
         With `only_from`, only if that worker runs it. Returns whether this call ended it. A job
         that was still queued never runs.
         """
-        model = self._client.hget(keys.request(request_id), "model")
-        if model is None:
+        place = self._place(request_id)
+        if place is None:
             return False
         concluded, owner = self._conclude(
-            keys=[keys.request(request_id), keys.log(request_id), keys.waiting(as_text(model))],
+            keys=[keys.request(request_id), keys.log(request_id), keys.waiting(place[0])],
             args=[
                 request_id,
                 keys.events(request_id),
@@ -296,21 +305,19 @@ class RequestQueue:
             return False
         if owner:
             command = {"command": CANCEL_COMMAND, "request_id": request_id}
-            self._client.publish(PUBSUB_CHANNEL_TEMPLATE % as_text(owner), msgspec.json.encode(command))
+            channel = PUBSUB_CHANNEL_TEMPLATE % as_text(owner, errors="replace")
+            self._client.publish(channel, msgspec.json.encode(command))
         else:
             self._withdraw(request_id)
         return True
 
     def _withdraw(self, request_id: str) -> None:
         """Take a job that no worker claimed out of RQ's queue, as cancelled."""
-        try:
-            job = DataJob.fetch(request_id, connection=self._client, serializer=JSONSerializer)
-        except NoSuchJobError:
-            return
-        mark_cancelled(job)
+        with for_show(f"record job {request_id} as cancelled"), suppress(NoSuchJobError):
+            mark_cancelled(DataJob.fetch(request_id, connection=self._client, serializer=JSONSerializer))
 
     def submitted(self, request_id: str) -> Submitted | None:
-        """What is known of the request; None when it never existed or has expired.
+        """What is known of the request; None when it never existed, has expired, or cannot be read.
 
         Raises:
             RequestError: `store_unavailable`.
@@ -318,16 +325,19 @@ class RequestQueue:
         with store_errors(), self._client.pipeline() as pipeline:
             pipeline.hgetall(keys.request(request_id))
             pipeline.time()
-            fields, (seconds, microseconds) = pipeline.execute()
-        if not fields:
+            found, (seconds, microseconds) = replies(pipeline)
+        try:
+            fields = {as_text(name): as_text(value) for name, value in (found or {}).items()}
+            remaining_s = int(fields["deadline"]) / 1000 - seconds - microseconds / 1e6
+            state = fields["state"]
+        except (KeyError, ValueError):
             return None
         attributes = {
-            as_text(name).removeprefix(ATTRIBUTE_PREFIX): as_text(value)
+            name.removeprefix(ATTRIBUTE_PREFIX): value
             for name, value in fields.items()
-            if as_text(name).startswith(ATTRIBUTE_PREFIX)
+            if name.startswith(ATTRIBUTE_PREFIX)
         }
-        remaining_s = int(fields[b"deadline"]) / 1000 - seconds - microseconds / 1e6
-        return Submitted(as_text(fields[b"state"]), remaining_s, attributes)
+        return Submitted(state, remaining_s, attributes)
 
     def depth(self, model: str) -> int:
         """How many of the model's requests no worker has claimed."""
@@ -338,3 +348,16 @@ class RequestQueue:
         if queue is None:
             queue = self._queues[(model, priority)] = rq_queue(self._client, model, priority)
         return queue
+    def _place(self, request_id: str) -> tuple[str, Priority] | None:
+        """A request's model and priority; None when it is gone, or is none of ours to read."""
+        try:
+            model, priority = self._client.hmget(keys.request(request_id), "model", "priority")
+        except MisplacedError:
+            return None
+        if model is None or priority is None:
+            return None
+        try:
+            return as_text(model), Priority(as_text(priority))
+        except ValueError:
+            return None
+

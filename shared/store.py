@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any, ClassVar
@@ -42,6 +42,10 @@ class WritesRefusedError(redis.ResponseError):
     """Redis takes no writes for now: its disk fails (MISCONF), or too few replicas follow it (NOREPLICAS)."""
 
 
+class MisplacedError(redis.ResponseError):
+    """Under a key of ours somebody has put something of another type (WRONGTYPE)."""
+
+
 CONNECTION_ERRORS = (
     redis.ConnectionError,
     redis.TimeoutError,
@@ -49,11 +53,14 @@ CONNECTION_ERRORS = (
     WritesRefusedError,
     OutOfMemoryError,
     ExecAbortError,
+    MisplacedError,
 )
 """What redis-py raises when Redis is away or does not take anything now, as opposed to when it refuses.
 
 Whatever met one of them may be done again. An ExecAbortError that gets out of redis-py is of this kind:
-for a command that is wrong in itself it raises that command's error instead.
+for a command that is wrong in itself it raises that command's error instead. A MisplacedError is of it where the key
+is one that all share: the reaper removes what does not belong there. Where it is the key of one request, whoever reads
+it says what that means.
 """
 
 
@@ -64,6 +71,7 @@ class _Parser(DefaultParser):  # type: ignore[valid-type, misc]  # chosen by whe
         **DefaultParser.EXCEPTION_CLASSES,
         "MISCONF": WritesRefusedError,
         "NOREPLICAS": WritesRefusedError,
+        "WRONGTYPE": MisplacedError,
     }
 
 
@@ -146,9 +154,29 @@ def check_takes_writes(client: "redis.Redis") -> None:
     client.register_script(WRITE_PROBE)()
 
 
-def as_text(raw: object) -> str:
+def as_text(raw: object, errors: str = "strict") -> str:
     """A reply of Redis as text; our connections answer in bytes, which redis-py's types do not say."""
-    return raw.decode() if isinstance(raw, bytes) else str(raw)
+    return raw.decode(errors=errors) if isinstance(raw, bytes) else str(raw)
+
+
+def readable(raws: Iterable[Any]) -> list[str]:
+    """Those of Redis's replies that are text. We write no others."""
+    texts = []
+    for raw in raws:
+        try:
+            texts.append(as_text(raw))
+        except UnicodeDecodeError:
+            continue
+    return texts
+
+
+def replies(pipeline: "redis.client.Pipeline") -> list[Any]:
+    """Execute, and give None for each command that met something of another type."""
+    found = pipeline.execute(raise_on_error=False)
+    for reply in found:
+        if isinstance(reply, Exception) and not isinstance(reply, MisplacedError):
+            raise reply
+    return [None if isinstance(reply, MisplacedError) else reply for reply in found]
 
 
 def without_password(url: str) -> str:

@@ -14,6 +14,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from scripted_worker import Script, ScriptedWorker
 from servers import FrontEnd, Valkey
 from streaming import Gate
+from traps import Traps
 from worker_processes import Office, Start, WorkerProcess
 
 from shared.keys import PREFIX
@@ -144,3 +145,14 @@ def own_durable_valkey(tmp_path: Path) -> Iterator[Valkey]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traps]:
+    """Laid for every process that the test starts; whatever was sprung in the end fails it."""
+    folder = tmp_path / "traps"
+    folder.mkdir()
+    traps = Traps(tmp_path).set(folder, monkeypatch)
+    yield traps
+    traps.remove()
+    assert traps.sprung() == []

@@ -37,13 +37,15 @@ def unpack_kubectl(folder: Path) -> Path:
 def copy_with_secrets(folder: Path) -> Path:
     """deploy/kubernetes with the secrets that an operator makes, in a place of its own."""
     copy = Path(shutil.copytree(KUBERNETES, folder / "kubernetes", ignore=shutil.ignore_patterns("secrets")))
+    shutil.copytree(KUBERNETES.parent / "redis", folder / "redis")
     for overlay in OVERLAYS:
         if "users.acl" in (copy / "overlays" / overlay / "kustomization.yaml").read_text():
             subprocess.run([copy / "passwords.sh", f"overlays/{overlay}"], check=True)
         else:
             secrets = copy / "overlays" / overlay / "secrets"
             secrets.mkdir()
-            (secrets / "url").write_text("rediss://user:password@redis.example.com:6380/0")
+            for user in ("api", "worker"):
+                (secrets / f"{user}-url").write_text(f"rediss://{user}:password@redis.example.com:6380/0")
     return copy
 
 

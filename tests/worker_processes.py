@@ -156,7 +156,7 @@ class Office:
             queue = rq_queue(self.client, self.model, priority)
             between = IntermediateQueue.get_intermediate_queue_key(queue.key)
             left += queue.job_ids
-            left += [raw.decode() for raw in self.client.lrange(between, 0, -1)]
+            left += [raw.decode(errors="replace") for raw in self.client.lrange(between, 0, -1)]
             left += StartedJobRegistry(queue=queue).get_job_ids(cleanup=False)
         return left
 

@@ -10,13 +10,12 @@ import time
 from dataclasses import dataclass, field
 
 from rq import Queue
-from rq.exceptions import InvalidJobOperation
 from rq.executions import Execution
 from rq.job import JobStatus
 from rq.worker.base import BaseWorker
 
 from shared.domain import Failed
-from shared.jobs import DataJob, mark_cancelled
+from shared.jobs import DataJob, for_show, mark_cancelled
 from shared.logs import about
 from shared.store import CONNECTION_ERRORS
 from workers.attempt import Attempt
@@ -67,9 +66,11 @@ class Finisher:
         Its request runs elsewhere or has ended. If RQ says that it never started, it was ended by
         someone who could not take it off the queue; else whoever runs or ran it keeps RQ's record.
         """
-        self.worker.connection.lrem(running.queue.intermediate_queue_key, 1, running.job.id)
-        if _status(running.job) == JobStatus.QUEUED and not is_running:
-            mark_cancelled(running.job)
+        job, connection = running.job, self.worker.connection
+        connection.lrem(running.queue.intermediate_queue_key, 1, job.id)
+        with for_show(f"record job {job.id} as cancelled"):
+            if not is_running and connection.hget(job.key, "status") == JobStatus.QUEUED.encode():
+                mark_cancelled(job)
 
     def stop(self) -> None:
         """Let `run` return once everything that has ended is finished."""
@@ -93,7 +94,8 @@ class Finisher:
         for running in list(self._jobs.values()):
             if running.execution is not None:
                 try:
-                    self.worker.maintain_heartbeats(running.job, running.execution)
+                    with for_show(f"renew the record of job {running.job.id}"):
+                        self.worker.maintain_heartbeats(running.job, running.execution)
                 except CONNECTION_ERRORS as error:
                     logger.warning(
                         "cannot renew RQ's record of job %s: %s", running.job.id, error, extra=about(running.job.id)
@@ -104,7 +106,8 @@ class Finisher:
         running.registered.wait()
         while True:
             try:
-                self._finish(running, outcome, failure)
+                with for_show(f"record the end of job {running.job.id}"):
+                    self._finish(running, outcome, failure)
                 return
             except CONNECTION_ERRORS as error:
                 logger.warning("cannot finish job %s yet: %s", running.job.id, error, extra=about(running.job.id))
@@ -112,7 +115,8 @@ class Finisher:
 
     def _finish(self, running: RunningJob, outcome: Outcome, failure: Failed | None) -> None:
         job, rq_queue, execution, worker = running.job, running.queue, running.execution, self.worker
-        assert execution is not None
+        if execution is None:
+            return  # RQ's record could not be begun, and the log has said so
         if outcome is Outcome.FENCED:
             self._release(running)
             return
@@ -135,11 +139,3 @@ class Finisher:
         status, owner = worker.connection.hmget(job.key, "status", "worker_name")
         if status == JobStatus.STARTED.encode() and owner == worker.name.encode():
             mark_cancelled(job)
-
-
-def _status(job: DataJob) -> JobStatus | None:
-    """What RQ's record says now; None when the record is gone."""
-    try:
-        return job.get_status(refresh=True)
-    except InvalidJobOperation:
-        return None

@@ -24,7 +24,7 @@ from rq.worker.base import WorkerStatus
 from shared.codec import request_from_payload
 from shared.domain import Failed, GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
-from shared.jobs import DataJob, rq_queue
+from shared.jobs import DataJob, for_show, rq_queue
 from shared.log import LogReader
 from shared.logs import about
 from shared.queue import CANCEL_COMMAND, RequestQueue
@@ -159,6 +159,8 @@ class Intake(LastingWorker):
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Claim a job and start it; its end is the finisher's."""
         assert isinstance(job, DataJob)
+        # Whatever the job says: RQ's records of it belong to the queue that it was taken from.
+        job.origin = queue.name
         running = RunningJob(job, queue)
         claim = self._with_patience(self._claimer(job.id))
         while claim.outcome == "alone" and not self._stop_requested:
@@ -187,8 +189,7 @@ class Intake(LastingWorker):
     def _read(self, job: DataJob) -> GenerationRequest:
         try:
             payload = job.payload()
-        except Exception as error:
-            # Whatever is in a job's data, it must not take the worker down.
+        except (ValueError, RecursionError) as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, "The queued job cannot be read.") from error
         request = request_from_payload(payload)
         if request.id != job.id or request.model != self._model:
@@ -225,8 +226,9 @@ class Intake(LastingWorker):
 
     def _register(self, running: RunningJob) -> None:
         """Tell RQ that the job runs, and take it out of the intermediate queue."""
-        running.execution = self.prepare_execution(running.job)
-        self.prepare_job_execution(running.job, remove_from_intermediate_queue=True)
+        with for_show(f"record job {running.job.id} as started"):
+            running.execution = self.prepare_execution(running.job)
+            self.prepare_job_execution(running.job, remove_from_intermediate_queue=True)
         running.registered.set()
 
     def _refuse(self, running: RunningJob, outcome: str) -> None:
@@ -244,17 +246,21 @@ class Intake(LastingWorker):
         super().handle_payload(message)
         try:
             command = parse_payload(message)
-        except ValueError:
+        except (ValueError, RecursionError):
             command = None
         if not isinstance(command, dict):
             logger.warning("a command on RQ's channel cannot be read")
-        elif command.get("command") == CANCEL_COMMAND:
-            self.let_go(str(command.get("request_id")))
-        elif command.get("command") == "stop-job":
-            cancelled = Failed(ErrorCode.CANCELLED.value, "The request was stopped by an operator.")
-            self._requests.conclude(str(command.get("job_id")), cancelled)
-        elif command.get("command") == "shutdown":
+            return
+        name, request_id = command.get("command"), str(command.get("request_id", command.get("job_id")))
+        if name == "shutdown":
             handle_command(self, command)
+        elif name in (CANCEL_COMMAND, "stop-job") and not JOB_ID.fullmatch(request_id.encode(errors="replace")):
+            logger.warning("a command on RQ's channel is about no request")
+        elif name == CANCEL_COMMAND:
+            self.let_go(request_id)
+        elif name == "stop-job":
+            cancelled = Failed(ErrorCode.CANCELLED.value, "The request was stopped by an operator.")
+            self._requests.conclude(request_id, cancelled)
 
     def let_go(self, request_id: str) -> None:
         """Drop the attempts at a request that has been ended elsewhere."""

@@ -15,16 +15,15 @@ import redis
 from rq import Queue
 from rq.command import send_command
 from rq.executions import Execution
-from rq.job import Job
-from rq.registry import clean_registries
+from rq.job import Job, JobStatus
+from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
-from rq.utils import now
+from rq.utils import current_timestamp, now
 from rq.worker.base import BaseWorker
-from rq.worker_registration import clean_worker_registry
 
-from shared.jobs import DataJob
-from shared.store import CONNECTION_ERRORS
+from shared.jobs import DataJob, DataQueue
+from shared.store import CONNECTION_ERRORS, MisplacedError
 
 RQ_HEARTBEAT_S = 5.0
 RQ_SILENCE_S = 24 * 3600
@@ -54,6 +53,7 @@ class LastingWorker(BaseWorker):
     """Keeps RQ's loop, registration and records going, whatever Redis does."""
 
     death_penalty_class = NoDeathPenalty
+    queue_class = DataQueue
 
     def __init__(
         self, queues: Sequence[Queue], *, name: str, client: "redis.Redis", monotonic: Callable[[], float]
@@ -102,12 +102,23 @@ class LastingWorker(BaseWorker):
             super().heartbeat(timeout, pipeline)
 
     def _be_known(self) -> None:
-        """Register once more if Redis came back without this worker."""
-        if not self.connection.hexists(self.key, "birth"):
+        """Register once more if Redis came back without this worker, or with something else in its place."""
+        try:
+            is_known = self.connection.hexists(self.key, "birth")
+        except MisplacedError:
+            is_known = False
+        if not is_known:
             self.connection.delete(self.key)
             # RQ refuses a name that has a record. The finisher may just have written to it: then the next time.
             with contextlib.suppress(ValueError):
-                self.register_birth()  # type: ignore[no-untyped-call]
+                self.register_birth()
+
+    def register_birth(self) -> None:
+        """Where RQ's registers are no sets, this worker is not in them, and works all the same."""
+        try:
+            super().register_birth()  # type: ignore[no-untyped-call]
+        except MisplacedError as error:
+            logger.warning("RQ's register of workers is damaged: %s", error)
 
     def _hear_itself(self) -> None:
         """Send itself a command, and replace the connection on which it has heard none for too long.
@@ -132,18 +143,17 @@ class LastingWorker(BaseWorker):
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:  # noqa: ARG002
         return RQ_SILENCE_S
 
-    def clean_registries(self) -> None:
-        """RQ's tidying, without its own search for jobs that were taken and never begun: it goes by clocks as well."""
-        for queue in self.queues:
-            if queue.acquire_maintenance_lock():
-                clean_registries(queue)
-                clean_worker_registry(queue)
-                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
-        self.last_cleaned_at = now()  # type: ignore[assignment]  # RQ says None, and means until the first time
-
     def run_maintenance_tasks(self) -> None:
+        """Forget the jobs that ended long ago.
+
+        RQ's own tidying reads and enqueues whatever jobs its registers name, and goes by clocks. What is abandoned
+        the reaper finds; groups, dependents and rate limits there are none.
+        """
         with self._patience("tidy RQ's registries"):
-            super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
+            for queue in self.queues:
+                for registry in (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry):
+                    self.connection.zremrangebyscore(registry.key_template.format(queue.name), 0, current_timestamp())
+        self.last_cleaned_at = now()  # type: ignore[assignment]  # RQ says None, and means until the first time
 
     def check_for_suspension(self, burst: bool) -> None:
         with self._patience("ask whether workers are suspended"):
@@ -163,6 +173,34 @@ class LastingWorker(BaseWorker):
             self.executions[execution.id] = execution
             pipeline.execute()
         return execution
+
+    def handle_job_failure(
+        self,
+        job: Job,
+        queue: Queue,  # noqa: ARG002
+        started_job_registry: Any = None,  # noqa: ARG002
+        exc_string: str = "",
+        execution: Execution | None = None,
+    ) -> None:
+        """RQ's record of a failure, without what it does besides: retries, dependents, webhooks.
+
+        An error gets out, to be tried again or told; RQ's version logs it and goes on.
+        """
+        with self.connection.pipeline() as pipeline:
+            self.cleanup_execution(job, pipeline, execution)
+            job.set_status(JobStatus.FAILED, pipeline=pipeline)
+            job._handle_failure(
+                exc_string,
+                pipeline,
+                worker_name=self.name,
+                execution_id=execution.id if execution else None,
+                execution_started_at=execution.created_at if execution else None,
+                execution_ended_at=job.ended_at,
+            )
+            self.increment_failed_job_count(pipeline)
+            if job.started_at and job.ended_at:
+                self.increment_total_working_time(job.ended_at - job.started_at, pipeline)
+            pipeline.execute()
 
     def _pubsub_exception_handler(self, exc: Exception, *_: Any) -> None:
         """Keep listening, whatever happens: RQ's own version ends the thread on a timeout."""

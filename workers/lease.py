@@ -13,7 +13,7 @@ import redis
 from shared import keys
 from shared.fleet import RENEWALS_PER_LEASE, Fleet, WorkerInfo
 from shared.reaper import Reaper
-from shared.store import CONNECTION_ERRORS
+from shared.store import CONNECTION_ERRORS, MisplacedError, replies
 from workers.publisher import Publisher
 
 logger = logging.getLogger("tokenmill.worker")
@@ -63,7 +63,7 @@ class LeaseKeeper:
         is_away = False
         while not self._stopping.wait(self._lease_s / RENEWALS_PER_LEASE):
             try:
-                self.renew()
+                self._renew_or_mend()
                 self._reaper.run_once()
                 self._drop_ended()
                 is_away = False
@@ -73,15 +73,23 @@ class LeaseKeeper:
                     logger.warning("cannot renew the lease, Redis is away: %s", error)
                 is_away = True
 
+    def _renew_or_mend(self) -> None:
+        """Renew; where something else lies in the place of the lease, let the reaper remove it first."""
+        try:
+            self.renew()
+        except MisplacedError:
+            self._reaper.run_once()
+            raise
+
     def _drop_ended(self) -> None:
         """Let go of requests that were ended elsewhere and whose message to us was lost."""
         attempts = self._publisher.attempts()
         with self._client.pipeline(transaction=False) as pipeline:
             for attempt in attempts:
                 pipeline.hget(keys.request(attempt.request.id), "attempt")
-            numbers = pipeline.execute()
+            numbers = replies(pipeline)
         for attempt, number in zip(attempts, numbers, strict=True):
             # Whoever ends a request from outside opens an attempt for it. The state says less: our
             # own last entry may just have been written.
-            if number is not None and int(number) != attempt.number:
+            if number is not None and number != str(attempt.number).encode():
                 self._publisher.drop(attempt)

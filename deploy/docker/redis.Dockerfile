@@ -8,7 +8,7 @@ RUN apt-get update \
 RUN for folder in /data /secrets/api /secrets/worker /secrets/operator; do \
         mkdir -p $folder && chown 10001:10001 $folder && chmod 700 $folder; \
     done
-COPY deploy/docker/redis/redis.conf deploy/docker/redis/users.acl /usr/local/etc/redis/
+COPY deploy/docker/redis/redis.conf deploy/redis/users.acl /usr/local/etc/redis/
 COPY deploy/docker/redis/start deploy/docker/redis/redis-operator /usr/local/bin/
 USER 10001:10001
 VOLUME /data

@@ -63,6 +63,7 @@ SADD {MILL} doctor
 SCARD {MILL}
 SMEMBERS {MILL}
 SREM {MILL} doctor
+TYPE {MILL}
 XADD {MILL} * doctor doctor
 XRANGE {MILL} - +
 ZADD {MILL} 1 doctor
@@ -83,6 +84,7 @@ PUBLISH {RQ_CHANNEL} doctor
 SADD {RQ} doctor
 SMEMBERS {RQ}
 SREM {RQ} doctor
+TYPE {RQ}
 ZADD {RQ} 1 doctor
 ZRANGE {RQ} 0 1
 ZREM {RQ} doctor
@@ -107,7 +109,6 @@ PERSIST {RQ}
 SET {RQ} doctor
 SUBSCRIBE {RQ_CHANNEL}
 XADD {RQ} * doctor doctor
-ZRANGEBYSCORE {RQ} 0 1
 ZREMRANGEBYSCORE {RQ} 0 1
 """
 

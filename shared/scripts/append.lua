@@ -6,15 +6,21 @@
 -- ARGV, for each item: id, channel, attempt, number of the first entry, state that this ends in (''
 --   while it runs), how many events, events...
 -- Returns for each item 1, also when these very entries were written before (a batch sent twice), 2 when
--- they were written and nobody listens, or 0 when this attempt no longer holds the request.
+-- they were written and nobody listens, or 0 when this attempt no longer holds the request: or when something else
+-- has been put in the place of the request or its log, and neither can be read or added to.
+local function whole(text)
+  return text and #text <= 15 and string.match(text, '^%d+$') and tonumber(text)
+end
+
 local function append(request_key, log_key, at)
   local attempt, ends_in = ARGV[at + 2], ARGV[at + 4]
   local seq, count = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 5])
-  local request = redis.call('HMGET', request_key, 'state', 'attempt', 'log_ttl', 'seq')
-  if request[2] ~= attempt then
+  local request = redis.pcall('HMGET', request_key, 'state', 'attempt', 'log_ttl', 'seq')
+  local log_ttl, written = whole(request[3]), whole(request[4])
+  if request[2] ~= attempt or not log_ttl or not written then
     return 0
   end
-  if seq <= tonumber(request[4]) then
+  if seq <= written then
     return 1
   end
   if request[1] ~= 'running' then
@@ -24,13 +30,16 @@ local function append(request_key, log_key, at)
   local listeners = 0
   for i = 0, count - 1 do
     local id, event = attempt .. '-' .. (seq + i), ARGV[at + 6 + i]
-    redis.call('XADD', log_key, id, 'e', event)
+    local added = redis.pcall('XADD', log_key, id, 'e', event)
+    if type(added) == 'table' then
+      return 0
+    end
     listeners = redis.call('PUBLISH', ARGV[at + 1], id .. ' ' .. event)
   end
   if ends_in ~= '' then
     redis.call('HSET', request_key, 'state', ends_in)
-    redis.call('PEXPIRE', request_key, request[3])
-    redis.call('PEXPIRE', log_key, request[3])
+    redis.call('PEXPIRE', request_key, log_ttl)
+    redis.call('PEXPIRE', log_key, log_ttl)
     redis.call('SREM', KEYS[1], ARGV[at])
   elseif seq == 1 then
     redis.call('PEXPIRE', log_key, redis.call('PTTL', request_key))

@@ -8,7 +8,7 @@
 if redis.call('LREM', KEYS[1], 1, ARGV[1]) == 0 then
   return 0
 end
-if redis.call('HEXISTS', KEYS[3], 'data') == 0 then
+if redis.pcall('HEXISTS', KEYS[3], 'data') ~= 1 then
   return 0
 end
 redis.call('LPUSH', KEYS[2], ARGV[1])

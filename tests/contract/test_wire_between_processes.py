@@ -83,7 +83,7 @@ def test_a_published_message_is_the_entry_s_id_and_its_event(event: Event, line:
 
 def test_a_queued_request_is_this_very_json() -> None:
     assert json.dumps(request_to_payload(REQUEST)) == PAYLOAD
-    assert request_from_payload(json.loads(PAYLOAD)) == REQUEST
+    assert request_from_payload(PAYLOAD.encode()) == REQUEST
 
 
 def test_a_queued_request_s_trace_goes_along_and_is_no_other_payload() -> None:
@@ -91,14 +91,14 @@ def test_a_queued_request_s_trace_goes_along_and_is_no_other_payload() -> None:
     payload = PAYLOAD.removesuffix("}}") + ', "trace": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}}'
 
     assert json.dumps(request_to_payload(traced)) == payload
-    assert request_from_payload(json.loads(payload)) == traced
+    assert request_from_payload(payload.encode()) == traced
 
 
 def test_a_worker_that_knows_less_of_a_request_reads_what_it_knows() -> None:
     newer = json.loads(PAYLOAD)
     newer["request"]["unheard_of"] = 1
 
-    assert request_from_payload(newer) == REQUEST
+    assert request_from_payload(json.dumps(newer).encode()) == REQUEST
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_worker_that_knows_less_of_a_request_reads_what_it_knows() -> None:
 )
 def test_a_payload_of_another_version_or_no_payload_is_a_clear_error(payload: object, code: ErrorCode) -> None:
     with pytest.raises(RequestError) as caught:
-        request_from_payload(payload)
+        request_from_payload(json.dumps(payload).encode())
 
     assert caught.value.code is code
 

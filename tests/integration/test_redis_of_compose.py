@@ -7,31 +7,25 @@ from typing import Any
 import httpx
 import pytest
 import redis
-from asking import request
-from servers import ROOT, FrontEnd, Valkey, free_port
-from test_redis_access import keeps_transactions, redis_of_debian, use_everything
+from servers import FrontEnd, Valkey, free_port
+from test_redis_access import (
+    NEWER_THAN_7,
+    cancel_while_queued,
+    keeps_transactions,
+    redis_of_debian,
+    use_everything,
+    users_with_one_password,
+)
 from worker_processes import Office, Start
 
 from deploy.doctor.finding import Level
 from deploy.doctor.permissions import Role, check_permissions
-from shared.domain import Failed
-from shared.queue import RequestQueue
-
-ACL = ROOT / "deploy" / "docker" / "redis" / "users.acl"
-
-NEWER_THAN_7 = {"client|setinfo"}
-"""What redis-py asks of any server and does without."""
 
 
 def guarded_server(tmp_path: Path, *options: str, binary: str = "") -> Valkey:
     """A server with those users, not started."""
     port = free_port()
-    users = tmp_path / "users.acl"
-    text = ACL.read_text()
-    for user in ("OPERATOR", "API", "WORKER"):
-        assert text.count(f"PASSWORD_OF_{user}") == 1
-        text = text.replace(f"PASSWORD_OF_{user}", ">secret")
-    users.write_text(text)
+    users = users_with_one_password(tmp_path)
     options = ("--save", "", "--bind", "127.0.0.1", "--protected-mode", "no", "--aclfile", str(users), *options)
     url = f"redis://operator:secret@127.0.0.1:{port}/0"
     return Valkey(tmp_path, port=port, options=options, url=url, binary=binary)
@@ -39,7 +33,7 @@ def guarded_server(tmp_path: Path, *options: str, binary: str = "") -> Valkey:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Valkey]:
-    server = guarded_server(tmp_path)
+    server = guarded_server(tmp_path, binary=redis_of_debian())
     server.start()
     yield server
     server.stop()
@@ -55,9 +49,7 @@ def test_front_ends_and_workers_are_refused_nothing_that_they_need(
     front_end = start_front_end(api)
 
     use_everything(front_end, start, Office(connect_to(guarded.url)), worker)
-    queue = RequestQueue(connect_to(api))
-    queue.submit(request("left-while-queued"), limit=1, timeout_s=60)
-    assert queue.conclude("left-while-queued", Failed("cancelled", ""))
+    cancel_while_queued(connect_to(api))
     assert httpx.get(f"{front_end.url}/metrics").status_code == 200
     asked = [*check_permissions(connect_to(api), (Role.API,)), *check_permissions(connect_to(worker), (Role.WORKER,))]
     assert [finding for finding in asked if finding.level is not Level.OK] == []

@@ -1,21 +1,18 @@
-"""A real worker process over a real Valkey: what clients, operators and attackers see of it."""
+"""A real worker process over a real Valkey: what clients and operators see of it."""
 
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis
-from asking import failure_of, reasons_of, request, text_of, tokens_of, usage_of
+from asking import failure_of, reasons_of, text_of, tokens_of, usage_of
 from rq import Queue
 from rq import Worker as RqWorker
-from rq.command import PUBSUB_CHANNEL_TEMPLATE, send_shutdown_command, send_stop_job_command
+from rq.command import send_shutdown_command, send_stop_job_command
 from rq.job import JobStatus
-from rq.registry import CanceledJobRegistry, FailedJobRegistry, StartedJobRegistry
+from rq.registry import CanceledJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
 from servers import ROOT, Valkey, wait_until
@@ -207,127 +204,6 @@ def test_the_same_job_delivered_twice_runs_once(start: Start, office: Office) ->
     assert len(tokens_of(office.events("job"))) == 30
     wait_until(office.is_clean, what="RQ to hold nothing of it")
     assert office.status("job") is JobStatus.FINISHED
-
-
-# -- jobs that mean harm --
-
-
-class Touch:
-    """Pickled, it is a command."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (subprocess.check_call, (["touch", str(self.path)],))
-
-
-def overwrite(office: Office, name: str, **fields: Any) -> None:
-    """Change fields of a queued job, as anybody who can write to Redis can."""
-    office.client.hset(DataJob.key_for(name), mapping=fields)
-
-
-def payload_of(name: str, **changes: Any) -> dict[str, Any]:
-    body = {"v": 1, "request": msgspec.to_builtins(request(name))}
-    return body | changes
-
-
-def data(function: str, *arguments: Any) -> bytes:
-    return msgspec.json.encode([function, None, arguments, {}])
-
-
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        (lambda trap: {"data": pickle.dumps(Touch(trap))}, ErrorCode.INVALID_REQUEST),
-        (lambda trap: {"data": data("os.system", f"touch {trap}")}, ErrorCode.INVALID_REQUEST),
-        (lambda _: {"data": data("x", payload_of("hostile", v=99))}, ErrorCode.PAYLOAD_VERSION),
-        (lambda _: {"data": data("x", payload_of("hostile", request={}))}, ErrorCode.INVALID_REQUEST),
-        (lambda _: {"data": data("x", payload_of("another"))}, ErrorCode.INVALID_REQUEST),
-        (lambda _: {"data": data("x")}, ErrorCode.INVALID_REQUEST),
-        (lambda _: {"data": b"[]"}, ErrorCode.INVALID_REQUEST),
-        (lambda _: {"created_at": "yesterday"}, ErrorCode.INVALID_REQUEST),
-        (lambda _: {"timeout": "soon"}, ErrorCode.INVALID_REQUEST),
-    ],
-    ids=["pickle", "os.system", "version", "no request", "another's", "nothing", "shape", "date", "timeout"],
-)
-def test_a_job_that_is_no_request_ends_and_the_worker_lives_on(
-    start: Start, office: Office, tmp_path: Path, fields: Callable[[Path], dict[str, Any]], code: ErrorCode
-) -> None:
-    trap = tmp_path / "trap"
-    office.submit("hostile")
-    overwrite(office, "hostile", **fields(trap))
-    worker = start("--slots", "1")
-    office.ready(worker)
-
-    events = office.result("hostile")
-    office.submit("next")
-
-    assert failure_of(events).code == code.value
-    assert usage_of(office.result("next")).completion == 8
-    office.wait_for_status(JobStatus.FAILED, ["hostile"])
-    assert FailedJobRegistry(INTERACTIVE, connection=office.client).get_job_ids(cleanup=False) == ["hostile"]
-    assert CanceledJobRegistry(INTERACTIVE, connection=office.client).get_job_ids(cleanup=False) == []
-    wait_until(office.is_clean, what="RQ to hold nothing of it")
-    assert worker.is_running
-    assert not trap.exists()
-
-
-def test_callbacks_and_webhooks_of_a_job_are_never_called(start: Start, office: Office, tmp_path: Path) -> None:
-    (tmp_path / "trap.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'trap')!r}).touch()\n")
-    office.submit("good", "bad")
-    callbacks = dict.fromkeys(
-        ["success_callback_name", "failure_callback_name", "stopped_callback_name"], f"{tmp_path}/trap.fire"
-    )
-    hooks = '[{"url": "http://127.0.0.1:1/", "events": ["finished", "failed"]}]'
-    overwrite(office, "good", **callbacks, webhooks=hooks, repeats_left=3, repeat_intervals="[0]")
-    overwrite(office, "bad", **callbacks, webhooks=hooks, retries_left=3, data=data("os.system", "true"))
-    worker = start()
-    office.ready(worker)
-
-    assert usage_of(office.result("good")).completion == 8
-    assert failure_of(office.result("bad")).code == ErrorCode.INVALID_REQUEST.value
-    office.wait_for_status(JobStatus.FINISHED, ["good"])
-    office.wait_for_status(JobStatus.FAILED, ["bad"])
-    wait_until(office.is_clean, what="RQ to hold nothing of it")
-    assert worker.output == ""
-    assert not (tmp_path / "trap").exists()
-
-
-def test_what_is_no_job_of_ours_at_all_does_not_stop_the_worker(start: Start, office: Office, tmp_path: Path) -> None:
-    trap = tmp_path / "trap"
-    stock = Queue(INTERACTIVE, connection=office.client)
-    alien = stock.enqueue("os.system", f"touch {trap}")
-    for entry in (b"not an id", b"\xff\xfe", b"nobody"):
-        office.client.rpush(stock.key, entry)
-    worker = start()
-    office.ready(worker)
-
-    office.submit("next")
-
-    assert usage_of(office.result("next")).completion == 8
-    assert not trap.exists()
-    wait_until(lambda: alien.get_status() is JobStatus.CANCELED, what="the end of the alien job")
-    assert worker.is_running
-
-
-def test_noise_on_the_command_channel_does_not_deafen_the_worker(start: Start, office: Office) -> None:
-    worker = start(model=ENDLESS)
-    office.ready(worker)
-    office.submit("endless", max_tokens=None)
-    office.wait_for_text("endless")
-    for noise in (b"{", b"\xff", b"[]", b"7", b'{"command": "stop-job"}', b'{"command": "tokenmill-cancel"}'):
-        office.client.publish(PUBSUB_CHANNEL_TEMPLATE % office.workers()[0].name, noise)
-
-    send_stop_job_command_when_started(office, "endless")
-
-    assert failure_of(office.result("endless")).code == ErrorCode.CANCELLED.value
-    assert "Traceback" not in worker.output
-
-
-def send_stop_job_command_when_started(office: Office, name: str) -> None:
-    wait_until(lambda: office.status(name) is JobStatus.STARTED, what="RQ's record")
-    send_stop_job_command(office.client, name, serializer=JSONSerializer)
 
 
 # -- workers that die --

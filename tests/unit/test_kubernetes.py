@@ -324,25 +324,35 @@ def test_workers_with_a_gpu_ask_for_one(overlay: Overlay) -> None:
         assert ("nodeSelector" in pod["spec"]) == on_gpu
 
 
-def test_the_password_of_redis_is_known_to_both_sides_and_to_nobody_else(overlay: Overlay) -> None:
-    secrets = {
-        key: base64.b64decode(value).decode()
-        for secret in overlay.of_kind("Secret")
-        for key, value in secret["data"].items()
-    }
-    if "users.acl" in secrets:
-        url = re.fullmatch(r"redis://tokenmill:([0-9a-f]{48})@tokenmill-redis:6379/0", secrets["url"])
-        assert url
-        assert f"user tokenmill on #{hashlib.sha256(url[1].encode()).hexdigest()} " in secrets["users.acl"]
-        assert url[1] not in secrets["users.acl"]
-        assert "user default off" in secrets["users.acl"]
+def test_each_part_has_a_user_of_redis_whose_password_only_it_and_redis_know(overlay: Overlay) -> None:
+    for part, pod in parts(overlay):
+        (container,) = containers(pod)
+        (redis,) = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if each["name"] == "TOKENMILL_REDIS"]
+        url = secret(overlay, redis["name"], redis["key"])
+        found = re.fullmatch(rf"rediss?://{part}:([0-9a-z]+)@\S+/0", url)
+        assert found, url
+        for server in overlay.selected({"matchLabels": {"app.kubernetes.io/name": "tokenmill-redis"}}):
+            (mounted,) = [each["secret"] for each in server["spec"]["volumes"] if "secret" in each]
+            users = secret(overlay, mounted["secretName"], "users.acl")
+            assert len(found[1]) == 48
+            assert f"user {part} on #{hashlib.sha256(found[1].encode()).hexdigest()} " in users
+            assert found[1] not in users
+            assert "PASSWORD" not in users
+            assert "user default off" in users
+
+
+def secret(overlay: Overlay, name: str, key: str) -> str:
+    """What a Secret holds under a key."""
+    return base64.b64decode(overlay.named("Secret", name)["data"][key]).decode()
 
 
 def test_passwords_are_made_once_and_kept_out_of_git(copy: Path) -> None:
     again = subprocess.run([copy / "passwords.sh", "overlays/cluster"], capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "is there already" in again.stderr
-    assert (copy / "overlays/cluster/secrets/url").stat().st_mode & 0o077 == 0
+    written = list((copy / "overlays/cluster/secrets").iterdir())
+    assert {path.name for path in written} == {"api-url", "worker-url", "operator-password", "users.acl"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in written)
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "deploy/kubernetes/overlays/*/secrets/" in ignored
 
