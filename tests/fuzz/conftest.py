@@ -1,0 +1,5 @@
+"""The profile of `make fuzz`."""
+
+from fuzzing import register
+
+register()
