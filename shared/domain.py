@@ -17,6 +17,8 @@ MOST_CHOICES_IN_ALL = MOST_CHOICES * MOST_CHOICES
 MOST_MESSAGES = 1_000_000
 MOST_STOPS = 64
 MOST_LOGPROBS = 20
+LEAST_REPETITION_PENALTY = 0.01
+"""Logits are divided by it, and have to stay numbers."""
 
 Choice = Annotated[int, Meta(ge=0, lt=MOST_CHOICES_IN_ALL)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -55,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Share = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=LEAST_REPETITION_PENALTY, le=2)] = 1.0
     logit_bias: tuple[tuple[Token, Bias], ...] = ()
 
 
