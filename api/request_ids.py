@@ -10,7 +10,9 @@ EARLIEST_MS = 1_735_689_600_000
 CLOCK_SKEW_MS = 3_600_000
 """How far ahead of ours another host's clock may be."""
 
-_REQUEST_ID = re.compile(r"([0-9a-f]{12})7[0-9a-f]{3}[89ab][0-9a-f]{15}")
+REQUEST_ID_PATTERN = "[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}"
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+_TIME_DIGITS = 12
 
 
 def new_request_id() -> str:
@@ -22,5 +24,6 @@ def new_request_id() -> str:
 
 def may_have_been_made(request_id: str) -> bool:
     """Whether `new_request_id` can have returned this until now."""
-    match = _REQUEST_ID.fullmatch(request_id)
-    return match is not None and EARLIEST_MS <= int(match[1], 16) <= time.time_ns() // 1_000_000 + CLOCK_SKEW_MS
+    if not _REQUEST_ID.fullmatch(request_id):
+        return False
+    return EARLIEST_MS <= int(request_id[:_TIME_DIGITS], 16) <= time.time_ns() // 1_000_000 + CLOCK_SKEW_MS

@@ -5,6 +5,7 @@ from flask import Blueprint, Response
 from redis.exceptions import OutOfMemoryError
 
 from api.routes.json import json_response
+from api.schemas.health import Health, Readiness
 from api.services import Services
 from shared.errors import RequestError
 from shared.store import NO_PRIMARY_ERRORS, WritesRefusedError, check_takes_writes
@@ -16,7 +17,7 @@ def health_routes(services: Services) -> Blueprint:
 
     @routes.get("/health")
     def health() -> Response:
-        return json_response({"status": "ok"})
+        return json_response(Health())
 
     @routes.get("/ready")
     def ready() -> Response:
@@ -36,8 +37,6 @@ def health_routes(services: Services) -> Blueprint:
         else:
             if not models:
                 missing.append("no worker serves a model")
-        return json_response(
-            {"ready": not missing, "models": models, "missing": missing}, status=503 if missing else 200
-        )
+        return json_response(Readiness(not missing, models, missing), status=503 if missing else 200)
 
     return routes

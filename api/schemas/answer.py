@@ -1,10 +1,15 @@
 """What answers of both generation endpoints have in common: usage, finish reasons, when and by which model."""
 
+from typing import Literal
+
 import msgspec
 
 from shared.domain import FinishReason, Usage
 
-FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+Finish = Literal["stop", "length"]
+Tier = Literal["default", "flex"]
+
+FINISH_REASONS: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """The one table from the domain's finish reasons to OpenAI's."""
 
 
@@ -17,7 +22,7 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     choices: int
     include_usage: bool
-    service_tier: str
+    service_tier: Tier
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

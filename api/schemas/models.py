@@ -1,5 +1,7 @@
 """The wire of GET /v1/models."""
 
+from typing import Literal
+
 import msgspec
 
 from shared.fleet import WorkerInfo, WorkerState
@@ -9,19 +11,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's fields, then what this server adds. `slots` counts those of all its workers."""
 
     id: str
-    object: str = "model"
+    object: Literal["model"] = "model"
     created: int
     owned_by: str = "tokenmill"
     context_length: int
     backend: str
     device: str
-    state: str
+    state: WorkerState
     workers: int
     slots: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[Model]
 
 
@@ -42,7 +44,7 @@ def _model(workers: list[WorkerInfo]) -> Model:
         context_length=info.context,
         backend=info.backend,
         device=info.device,
-        state=(WorkerState.READY if ready else WorkerState.DRAINING).value,
+        state=WorkerState.READY if ready else WorkerState.DRAINING,
         workers=len(workers),
         slots=sum(worker.slots for worker in workers),
     )
