@@ -8,10 +8,11 @@ from flask import Flask, Response, g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
+from api.connections import SenderTooSlowError
 from api.errors import refusal_body, unknown_method_body, unknown_url_body
 from api.exchange import Observer
 from api.request_ids import new_request_id
-from api.routes.generation import MAX_BODY_BYTES, generation_routes
+from api.routes.generation import generation_routes
 from api.routes.health import health_routes
 from api.routes.json import error_response, json_response
 from api.routes.metrics import metrics_routes
@@ -32,7 +33,7 @@ def create_app(services: Services) -> Flask:
     """The WSGI application over these collaborators."""
     app = Flask("tokenmill", static_folder=None)
     # Of a body without a length Flask reads so much and says nothing: one byte more shows it.
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES + 1
+    app.config["MAX_CONTENT_LENGTH"] = services.settings.max_body + 1
     app.before_request(lambda: _begin(services.observer))
     app.after_request(_finish)
     app.register_error_handler(RequestError, _request_error)
@@ -79,8 +80,10 @@ def _http_error(error: HTTPException) -> Response:
     return json_response(refusal_body(status), status)
 
 
-def _unreadable_body(_: ParseException) -> Response:
-    """A chunked body whose chunks are none: gunicorn finds out only when the body is read."""
+def _unreadable_body(error: ParseException) -> Response:
+    """A body that comes too slowly, or whose chunks are none: gunicorn finds out only when the body is read."""
+    if isinstance(error, SenderTooSlowError):
+        return json_response(refusal_body(HTTPStatus.REQUEST_TIMEOUT), HTTPStatus.REQUEST_TIMEOUT)
     return _request_error(RequestError(ErrorCode.INVALID_REQUEST, "The request's body cannot be read."))
 
 

@@ -41,6 +41,7 @@ HTTP_ERRORS = {
 
 REFUSALS = {
     HTTPStatus.BAD_REQUEST: ("The request cannot be read.", ErrorCode.INVALID_REQUEST.value),
+    HTTPStatus.REQUEST_TIMEOUT: ("The request did not arrive in time.", "request_timeout"),
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: ("The request's body is too large.", "request_entity_too_large"),
     HTTPStatus.REQUEST_URI_TOO_LONG: ("The request's URL is too long.", "request_uri_too_long"),
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: (

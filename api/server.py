@@ -14,23 +14,19 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http import HTTPStatus
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
-from gunicorn.glogging import Logger
-from gunicorn.http.errors import LimitRequestHeaders, LimitRequestLine, ParseException, UnsupportedTransferCoding
-from gunicorn.workers.base_async import AsyncWorker
-from gunicorn.workers.ggevent import GeventWorker
 from setproctitle import setproctitle
 
+from api.connections import KEEP_ALIVE_S, Connections
 from api.drain import Drain
+from api.gunicorn_worker import Log, Worker
 from shared import logs
 from shared.errors import StartupError, StoreAwayError, StoreError
 from shared.settings import ApiSettings
@@ -41,17 +37,8 @@ if TYPE_CHECKING:
 
     from api.exchange import Observer
 
-CLIENT_TIMEOUT_S = 60.0
-"""How long a client may neither take what is sent to it nor send the rest of its request."""
+LINE_END_BYTES = 2
 
-UNREADABLE = {
-    LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
-    LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-    UnsupportedTransferCoding: HTTPStatus.NOT_IMPLEMENTED,
-}
-"""Requests that gunicorn refuses before the app sees them; all others are a 400."""
-
-KEEP_ALIVE_S = 15
 BACKLOG = 2048
 LOOK_LIMIT_S = 2.0
 """How long a start waits for a Redis that says nothing."""
@@ -71,6 +58,8 @@ JUST_MADE_S = 60
 
 END_MARGIN_S = 3
 """Added to the drain time, for streams to write their last event before gunicorn ends them."""
+
+logger = logging.getLogger("tokenmill.api")
 
 
 def serve(settings: ApiSettings) -> None:
@@ -163,7 +152,7 @@ def _look_at_store(url: str, complaint: Any) -> None:
         with connect(url, socket_timeout_s=LOOK_LIMIT_S) as client:
             check(client, url)
     except StoreAwayError as error:
-        logging.getLogger("tokenmill.api").warning("%s; until it can be, requests are answered with 503", error)
+        logger.warning("%s; until it can be, requests are answered with 503", error)
     except StoreError as error:
         complaint.put(str(error))
 
@@ -176,63 +165,6 @@ def _die_when_told(_: Any, __: Any) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-
-
-class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
-    """A worker process; `drain` tells its streams that it was told to stop."""
-
-    drain: Drain | None = None
-    observer: "Observer | None" = None
-
-    def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        """Serve one connection. Without a timeout a client that stops reading holds its greenlet for ever."""
-        client.settimeout(CLIENT_TIMEOUT_S)
-        if client.family != socket.AF_UNIX:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        AsyncWorker.handle(self, listener, client, addr)
-
-    def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
-        """Answer what is not even HTTP in the shape of every other error."""
-        if not isinstance(exc, ParseException):
-            super().handle_error(req, client, addr, exc)
-            return
-        import msgspec
-
-        from api.errors import refusal_body
-
-        status = next((status for kind, status in UNREADABLE.items() if isinstance(exc, kind)), HTTPStatus.BAD_REQUEST)
-        if self.observer is not None:
-            self.observer.refused(status)
-        body = msgspec.json.encode(refusal_body(status))
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        with suppress(OSError):
-            client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """SIGTERM: gunicorn closes the listener and waits for the connections."""
-        if self.drain is not None:
-            self.drain.begin()
-        super().handle_exit(sig, frame)
-
-
-class Log(Logger):  # type: ignore[misc]  # gunicorn has no types
-    """gunicorn's log as part of this process's own."""
-
-    def setup(self, cfg: Any) -> None:
-        """Hand everything to the root logger; what gunicorn says of its own life is only for debugging.
-
-        What it says of single requests is for nobody: it would show their URLs.
-        """
-        self.error_log.propagate = True
-        self.error_log.setLevel(logging.INFO if cfg.loglevel == "debug" else logging.WARNING)
-
-    def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """A client that stalls is not an error of the server."""
-        if isinstance(sys.exc_info()[1], TimeoutError):
-            self.error_log.info("a client stalled for %g s and was let go", CLIENT_TIMEOUT_S)
-        else:
-            super().exception(msg, *args, **kwargs)
 
 
 class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
@@ -259,8 +191,11 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
             "workers": settings.api_processes,
             "worker_class": Worker,
             "worker_connections": settings.connections,
+            "limit_request_fields": settings.max_headers,
+            "limit_request_field_size": settings.max_header_size + LINE_END_BYTES,
             "backlog": BACKLOG,
-            "keepalive": KEEP_ALIVE_S,
+            # That there is one; how long it lasts the connection knows.
+            "keepalive": int(KEEP_ALIVE_S),
             "graceful_timeout": int(settings.drain_timeout) + END_MARGIN_S,
             "timeout": 60,
             "loglevel": settings.log_level,
@@ -310,6 +245,7 @@ class FrontEnd(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
 
         worker.drain = self._drain
         worker.observer = self._observer
+        worker.connections = Connections(self._settings)
         self._subscriber.start()
         start_reaping(self._reaper)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.options import LAUNCHER_ONLY, settings_fields
-from shared.settings import ApiSettings, WorkerSettings, flag, variable
+from shared.settings import ApiSettings, Limits, WorkerSettings, flag, variable
 
 HEAD = """\
 # Configuration
@@ -17,6 +17,9 @@ This page is made from `shared/settings.py` by `make docs`; a test holds the two
 Each setting is a flag and an environment variable; the flag wins. `tokenmill up` takes all of them and hands each to the processes that it concerns. A value that cannot be used ends the command with one line that names the flag and the variable, and exit status 2. A variable that begins with `TOKENMILL_` and is none of these is reported and ignored.
 """  # noqa: E501
 
+LIMITS_INTRO = """\
+`tokenmill api`. The most that a client may send or ask for in one request: [http.md](http.md#limits) says what becomes of more."""  # noqa: E501
+
 MODEL_NOTE = """\
 `tokenmill up` takes `--model` several times; the variable may hold several after spaces. `NAME=` may be left out: the model is then named after its file, folder or repository.
 """  # noqa: E501
@@ -24,12 +27,14 @@ MODEL_NOTE = """\
 
 def document() -> str:
     """The whole page."""
-    api = {item.name: item for item in settings_fields(ApiSettings)}
+    limits = {item.name: item for item in settings_fields(Limits)}
+    api = {item.name: item for item in settings_fields(ApiSettings) if item.name not in limits}
     worker = {item.name: item for item in settings_fields(WorkerSettings)}
     parts = [
         HEAD,
         section("Both", "`tokenmill api` and `tokenmill worker`.", [api[name] for name in api if name in worker]),
         section("Front end", "`tokenmill api`.", [api[name] for name in api if name not in worker]),
+        section("Limits", LIMITS_INTRO, limits.values()),
         section("Workers", "`tokenmill worker`.", [worker[name] for name in worker if name not in api]),
         MODEL_NOTE,
         "## Launcher\n\n`tokenmill up` alone.\n",

@@ -16,6 +16,13 @@ ENV_PREFIX = "TOKENMILL_"
 
 DAY_S = 86400
 
+MOST_CHOICES = 128
+MOST_TOP_LOGPROBS = 20
+"""What OpenAI allows."""
+
+MOST_BODY = 20 * 1024**2
+"""As JSON in a job three times as much, which workers must still read."""
+
 
 def setting(
     default: Any,
@@ -31,7 +38,42 @@ def setting(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApiSettings:
+class Limits:
+    """The most that a client may send or ask for in one request. What is beyond is refused before it is queued."""
+
+    max_body: int = setting(10 * 1024**2, "bytes of a request's body", at_least=1024, at_most=MOST_BODY)
+    max_messages: int = setting(
+        2048, "messages of a chat; one of several parts counts once for each part", at_least=1, at_most=1_000_000
+    )
+    max_prompt: int = setting(
+        1024**2,
+        "characters of all messages or prompts of a request together; a token id counts as one",
+        at_least=1,
+        at_most=MOST_BODY,
+    )
+    max_n: int = setting(MOST_CHOICES, "choices for each prompt (`n`)", at_least=1, at_most=MOST_CHOICES)
+    max_choices: int = setting(
+        128, "choices of a request: its prompts times `n`", at_least=1, at_most=MOST_CHOICES * MOST_CHOICES
+    )
+    max_stop: int = setting(4, "stop strings of a request", at_least=0, at_most=64)
+    max_stop_length: int = setting(256, "characters of a stop string", at_least=1, at_most=65536)
+    max_top_logprobs: int = setting(
+        MOST_TOP_LOGPROBS,
+        "tokens whose logprobs are told beside each token; `/v1/completions` has never more than 5",
+        at_least=0,
+        at_most=MOST_TOP_LOGPROBS,
+    )
+    max_logit_bias: int = setting(300, "tokens in `logit_bias`", at_least=0, at_most=1_000_000)
+    max_headers: int = setting(100, "headers of a request", at_least=10, at_most=32768)
+    max_header_size: int = setting(8192, "bytes of one header, its name included", at_least=256, at_most=1024**2)
+    header_timeout: float = setting(
+        10.0, "seconds that a request's first line and headers may take to arrive", at_least=0.1, at_most=3600
+    )
+    body_timeout: float = setting(60.0, "seconds that a request's body may take to arrive", at_least=0.1, at_most=DAY_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings(Limits):
     """What a front-end process needs to know."""
 
     redis: str = setting("", "URL of Redis; empty: `up` starts its own")

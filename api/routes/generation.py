@@ -26,12 +26,12 @@ from shared.domain import GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
 from shared.log import START
 from shared.queue import IDEMPOTENCY_HEADER, Idempotency
+from shared.settings import Limits
 
 SHAPE_ATTRIBUTE = "answer"
 """Under which name an answer's shape is kept beside its request."""
 
 NO_ONE_WAITS = 499
-MAX_BODY_BYTES = 10 * 1024 * 1024
 
 _IDEMPOTENCY_KEY = re.compile(r"[\x20-\x2b\x2d-\x7e]{1,255}")
 """No comma: a header that is sent twice is the two values with a comma between them, here or at a proxy before us."""
@@ -52,15 +52,16 @@ def answer_of(shape: AnswerShape) -> Answer:
 def generation_routes(services: Services) -> Blueprint:
     """The endpoints that put requests on the queue."""
     routes = Blueprint("generation", __name__)
+    limits: Limits = services.settings
 
     @routes.post("/v1/chat/completions")
     def create_chat_completion() -> Response:
-        body = parse(_body(), chat.ChatCompletionRequest, no_op=chat.NO_OP)
+        body = parse(_body(limits), chat.ChatCompletionRequest, no_op=chat.NO_OP, limits=limits)
         return _answer(services, translate_chat.ENDPOINT, body, translate_chat.generation_request(body, g.id))
 
     @routes.post("/v1/completions")
     def create_completion() -> Response:
-        body = parse(_body(), completions.CompletionRequest, no_op=completions.NO_OP)
+        body = parse(_body(limits), completions.CompletionRequest, no_op=completions.NO_OP, limits=limits)
         return _answer(
             services, translate_completions.ENDPOINT, body, translate_completions.generation_request(body, g.id)
         )
@@ -68,14 +69,15 @@ def generation_routes(services: Services) -> Blueprint:
     return routes
 
 
-def _body() -> bytes:
+def _body(limits: Limits) -> bytes:
     coding = request.headers.get("Content-Encoding", "identity")
     if coding.strip().lower() != "identity":
         raise RequestError(
-            ErrorCode.INVALID_REQUEST, f"The request's Content-Encoding {coding!r} is not known here; send it as it is."
+            ErrorCode.INVALID_REQUEST,
+            f"The request's Content-Encoding {coding[:40]!r} is not known here; send it as it is.",
         )
     raw = request.get_data()
-    if len(raw) > MAX_BODY_BYTES:
+    if len(raw) > limits.max_body:
         raise RequestEntityTooLarge
     return raw
 

@@ -2,6 +2,7 @@
 
 from flask import Blueprint, Response
 
+from api.errors import SHOWN_PATH
 from api.routes.json import json_response
 from api.schemas.models import ModelList, models
 from api.services import Services
@@ -21,6 +22,6 @@ def model_routes(services: Services) -> Blueprint:
         for model in models(services.fleet.workers()) + models(services.fleet.workers(fresh=True)):
             if model.id == name:
                 return json_response(model)
-        raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"The model '{name}' does not exist.", param="model")
+        raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"The model '{name[:SHOWN_PATH]}' does not exist.", param="model")
 
     return routes

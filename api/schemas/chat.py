@@ -3,13 +3,12 @@
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from api.schemas.answer import CompletionUsage
 from api.schemas.parsing import invalid, unsupported
-from api.schemas.sampling import MAX_TOKENS, GenerationFields
-
-MAX_TOP_LOGPROBS = 20
+from api.schemas.sampling import MAX_TOKENS, GenerationFields, few_logprobs, limits_of
+from shared.settings import MOST_TOP_LOGPROBS
 
 NO_OP: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -45,10 +44,21 @@ def _text(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+def _few(messages: Any, info: ValidationInfo) -> Any:
+    """`messages`: counted before any of them is looked at."""
+    limits = limits_of(info)
+    if isinstance(messages, list):
+        contents = (message.get("content") if isinstance(message, dict) else None for message in messages)
+        count = sum(max(1, len(content)) if isinstance(content, list) else 1 for content in contents)
+        if count > limits.max_messages:
+            raise invalid(f"at most {limits.max_messages} messages, parts counted, but got {count}.")
+    return messages
+
+
 class Message(BaseModel):
     """One message; clients may send back what an answer held, nulls and empty arrays included."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text)]
@@ -72,13 +82,19 @@ class Message(BaseModel):
 class ChatCompletionRequest(GenerationFields):
     """A request, valid in itself; only the model can say more."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(_few)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_TOP_LOGPROBS), AfterValidator(few_logprobs)] = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> "ChatCompletionRequest":
+    def _consistent(self, info: ValidationInfo) -> "ChatCompletionRequest":
+        limits = limits_of(info)
+        characters = sum(len(message.content) + len(message.name or "") for message in self.messages)
+        if characters > limits.max_prompt:
+            raise invalid(f"at most {limits.max_prompt} characters, but got {characters}.", param="messages")
+        if self.n > limits.max_choices:
+            raise invalid(f"at most {limits.max_choices} choices, but got {self.n}.", param="n")
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("it is only allowed when 'logprobs' is true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -3,11 +3,11 @@
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from api.schemas.answer import CompletionUsage
 from api.schemas.parsing import invalid
-from api.schemas.sampling import MAX_CHOICES, MAX_TOKENS, GenerationFields
+from api.schemas.sampling import MAX_TOKENS, GenerationFields, few_logprobs, limits_of
 
 MAX_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 16
@@ -21,11 +21,20 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS
 
 
-def _prompts(value: Any) -> Any:
-    """`prompt`: a string, strings, token ids, or arrays of token ids; becomes a list of prompts."""
+def _prompts(value: Any, info: ValidationInfo) -> Any:
+    """`prompt`: a string, strings, token ids, or arrays of token ids; becomes a list of prompts.
+
+    What is too much is counted before it is looked at.
+    """
+    limits = limits_of(info)
     prompts = value if isinstance(value, list) and not (value and _is_token(value[0])) else [value]
     if not prompts:
         raise invalid("the array is empty.")
+    if len(prompts) > limits.max_choices:
+        raise invalid(f"at most {limits.max_choices} prompts, but got {len(prompts)}.")
+    length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list))
+    if length > limits.max_prompt:
+        raise invalid(f"at most {limits.max_prompt} characters or tokens, but got {length}.")
     for prompt in prompts:
         is_tokens = isinstance(prompt, list) and prompt and all(_is_token(token) for token in prompt)
         if not is_tokens and not isinstance(prompt, str):
@@ -40,17 +49,16 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, ge=1, le=MAX_TOKENS)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), AfterValidator(few_logprobs)] = None
     best_of: int | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> "CompletionRequest":
+    def _consistent(self, info: ValidationInfo) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != self.n:
             raise invalid("a value other than 'n' is not supported yet by this server.", param="best_of")
-        if len(self.prompt) * self.n > MAX_CHOICES:
-            raise invalid(
-                f"prompts times 'n' is {len(self.prompt) * self.n}; at most {MAX_CHOICES} choices.", param="n"
-            )
+        most = limits_of(info).max_choices
+        if len(self.prompt) * self.n > most:
+            raise invalid(f"prompts times 'n' is {len(self.prompt) * self.n}; at most {most} choices.", param="n")
         return self
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shared.errors import ErrorCode, RequestError
+from shared.settings import Limits
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -32,8 +33,12 @@ JSON_TYPES = {
 }
 
 
-def parse(raw: bytes, model: type[Body], *, no_op: Mapping[str, tuple[Any, ...]]) -> Body:
-    """The body as a validated `model`.
+SHOWN = 100
+"""How much an error repeats of a field's name or value."""
+
+
+def parse(raw: bytes, model: type[Body], *, no_op: Mapping[str, tuple[Any, ...]], limits: Limits) -> Body:
+    """The body as a validated `model`, whose validators find `limits` in their context.
 
     A top-level null means the field's default. `no_op` names the fields that this server knows and
     does not honour, with the values that ask for nothing; any other value is refused.
@@ -50,7 +55,7 @@ def parse(raw: bytes, model: type[Body], *, no_op: Mapping[str, tuple[Any, ...]]
             )
         del given[name]
     try:
-        return model.model_validate(given)
+        return model.model_validate(given, context=limits)
     except ValidationError as error:
         raise _request_error(error.errors(include_url=False)[0]) from error
 
@@ -95,7 +100,7 @@ def _request_error(detail: ErrorDetails) -> RequestError:
     elif kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         sign = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}[kind]
         bound = next(iter(context.values()))
-        message = f"Invalid '{param}': {value} is out of range. Expected a value {sign} {bound}."
+        message = f"Invalid '{param}': {str(value)[:SHOWN]} is out of range. Expected a value {sign} {bound}."
     else:
         message = f"Invalid '{param}': {detail['msg']}."
     return RequestError(ErrorCode.INVALID_REQUEST, message, param=param)
@@ -106,4 +111,4 @@ def _param(location: tuple[int | str, ...]) -> str | None:
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return text.removeprefix(".") or None
+    return text.removeprefix(".")[:SHOWN] or None

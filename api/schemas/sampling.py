@@ -2,32 +2,49 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from api.schemas.parsing import invalid
+from shared.settings import MOST_CHOICES, Limits
 
-MAX_CHOICES = 128
-MAX_STOPS = 4
 MAX_TOKENS = 2**31 - 1
 SEED_BITS = 64
 
 
-def _stops(value: Any) -> Any:
-    """`stop`: one string or up to four, none of them empty."""
+MAX_MODEL_NAME = 256
+
+
+def limits_of(info: ValidationInfo) -> Limits:
+    """What `parse` was told."""
+    limits = info.context
+    assert isinstance(limits, Limits)
+    return limits
+
+
+def _stops(value: Any, info: ValidationInfo) -> Any:
+    """`stop`: one string or several, none of them empty."""
+    limits = limits_of(info)
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise invalid("expected a string or an array of strings.")
-    if not 1 <= len(stops) <= MAX_STOPS:
-        raise invalid(f"expected 1 to {MAX_STOPS} stop strings, but got {len(stops)}.")
+    if not stops:
+        raise invalid("the array is empty.")
+    if len(stops) > limits.max_stop:
+        raise invalid(f"at most {limits.max_stop} stop strings, but got {len(stops)}.")
     if "" in stops:
         raise invalid("a stop string cannot be empty.")
+    if (longest := max(map(len, stops))) > limits.max_stop_length:
+        raise invalid(f"a stop string may have {limits.max_stop_length} characters, but one has {longest}.")
     return stops
 
 
-def _biases(value: Any) -> Any:
+def _biases(value: Any, info: ValidationInfo) -> Any:
     """`logit_bias`: token ids, which JSON can only have as strings, to numbers."""
+    limits = limits_of(info)
     if not isinstance(value, dict):
         raise invalid("expected an object that maps token ids to numbers.")
+    if len(value) > limits.max_logit_bias:
+        raise invalid(f"at most {limits.max_logit_bias} tokens, but got {len(value)}.")
     biases = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
@@ -38,8 +55,24 @@ def _biases(value: Any) -> Any:
     return biases
 
 
+def few_logprobs(value: int | None, info: ValidationInfo) -> int | None:
+    """How many tokens are told beside each token, whatever an endpoint calls it."""
+    limits = limits_of(info)
+    if value is not None and value > limits.max_top_logprobs:
+        raise invalid(f"at most {limits.max_top_logprobs}, but got {value}.")
+    return value
+
+
+def _choices(value: int, info: ValidationInfo) -> int:
+    """`n`; what it makes with the prompts of a list, the request checks."""
+    limits = limits_of(info)
+    if value > limits.max_n:
+        raise invalid(f"at most {limits.max_n} choices, but got {value}.")
+    return value
+
+
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -48,9 +81,9 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     """What a request for generation may say, whatever its prompt looks like."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
-    model: str
+    model: str = Field(max_length=MAX_MODEL_NAME)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=MAX_TOKENS)
@@ -61,7 +94,7 @@ class GenerationFields(BaseModel):
     seed: int | None = Field(None, ge=-(2 ** (SEED_BITS - 1)), le=2 ** (SEED_BITS - 1) - 1)
     stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = Field(default_factory=dict)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), AfterValidator(_choices)] = 1
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     stream: bool = False
     stream_options: StreamOptions | None = None

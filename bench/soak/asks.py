@@ -16,6 +16,7 @@ from api.translate import chat as translate_chat
 from api.translate import completions as translate_completions
 from bench.load import prompt
 from shared.domain import Chunk, Done, Event, Finished, GenerationRequest
+from shared.settings import Limits
 from workers.attempt import Attempt
 from workers.backends.fake import FakeBackend, FakeOptions
 from workers.engine import Engine
@@ -93,9 +94,9 @@ def _request(path: str, fields: dict[str, Any], request_id: str) -> GenerationRe
     """What the front end makes of a body."""
     raw = json.dumps(fields).encode()
     if path == CHAT_PATH:
-        chat_body = parse(raw, chat.ChatCompletionRequest, no_op=chat.NO_OP)
+        chat_body = parse(raw, chat.ChatCompletionRequest, no_op=chat.NO_OP, limits=Limits())
         return translate_chat.generation_request(chat_body, request_id)
-    text_body = parse(raw, completions.CompletionRequest, no_op=completions.NO_OP)
+    text_body = parse(raw, completions.CompletionRequest, no_op=completions.NO_OP, limits=Limits())
     return translate_completions.generation_request(text_body, request_id)
 
 

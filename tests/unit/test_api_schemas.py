@@ -13,6 +13,7 @@ from api.translate.requests import check_tokens
 from shared.domain import GenerationRequest, Priority, TextPrompt, TokenPrompt
 from shared.errors import ErrorCode, RequestError
 from shared.fleet import ModelInfo, StateKind
+from shared.settings import Limits
 
 USER = {"role": "user", "content": "hi"}
 CHAT = {"model": "m", "messages": [USER]}
@@ -25,11 +26,13 @@ MODEL = ModelInfo(
 
 def parse_chat(raw: Any) -> GenerationRequest:
     raw = raw if isinstance(raw, bytes) else json.dumps(raw).encode()
-    return translate_chat.generation_request(parse(raw, chat.ChatCompletionRequest, no_op=chat.NO_OP), ID)
+    return translate_chat.generation_request(
+        parse(raw, chat.ChatCompletionRequest, no_op=chat.NO_OP, limits=Limits()), ID
+    )
 
 
 def parse_text(raw: Any) -> GenerationRequest:
-    body = parse(json.dumps(raw).encode(), completions.CompletionRequest, no_op=completions.NO_OP)
+    body = parse(json.dumps(raw).encode(), completions.CompletionRequest, no_op=completions.NO_OP, limits=Limits())
     return translate_completions.generation_request(body, ID)
 
 

@@ -24,10 +24,11 @@ def test_each_setting_has_a_reader(cls: type, folder: str) -> None:
 
 
 def attributes_of_settings(folder: Path) -> set[str]:
-    """The names that the code of a folder reads from something called `settings`."""
+    """The names that the code of a folder reads from something called `settings` or `limits`."""
     return {
         node.attr
         for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and "settings" in ast.unparse(node.value).rpartition(".")[2]
+        if isinstance(node, ast.Attribute)
+        and any(word in ast.unparse(node.value).rpartition(".")[2] for word in ("settings", "limits"))
     }
