@@ -9,6 +9,7 @@ from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from api.connections import SenderTooSlowError
+from api.cors import Cors
 from api.errors import refusal_body, unknown_method_body, unknown_url_body
 from api.exchange import Observer
 from api.request_ids import new_request_id
@@ -19,6 +20,7 @@ from api.routes.metrics import metrics_routes
 from api.routes.models import model_routes
 from api.routes.streams import stream_routes
 from api.schemas.error import error_body
+from api.security import secure
 from api.services import Services
 from shared.errors import ErrorCode, RequestError
 from shared.logs import about
@@ -34,8 +36,12 @@ def create_app(services: Services) -> Flask:
     app = Flask("tokenmill", static_folder=None)
     # Of a body without a length Flask reads so much and says nothing: one byte more shows it.
     app.config["MAX_CONTENT_LENGTH"] = services.settings.max_body + 1
+    cors = Cors(services.settings.cors_origins)
     app.before_request(lambda: _begin(services.observer))
-    app.after_request(_finish)
+    app.before_request(cors.preflight)
+    # The last is the first to be called.
+    for mark in (secure, cors.mark, _finish):
+        app.after_request(mark)
     app.register_error_handler(RequestError, _request_error)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(ParseException, _unreadable_body)

@@ -85,6 +85,7 @@ class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
         import msgspec
 
         from api.errors import refusal_body
+        from api.security import SECURITY_HEADERS
 
         if not isinstance(exc, Exception):
             return  # the end of this greenlet
@@ -99,7 +100,7 @@ class Worker(GeventWorker):  # type: ignore[misc]  # gunicorn has no types
         body = msgspec.json.encode(refusal_body(status))
         headers = {"Connection": "close", "Content-Type": "application/json", "Content-Length": len(body)}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += [f"{name}: {value}" for name, value in (headers | SECURITY_HEADERS).items()]
         with suppress(OSError):
             client.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + body)
             client.part()

@@ -41,7 +41,7 @@ def headers(request_id: str) -> dict[str, str]:
     """The headers of a stream; no proxy on the way may hold it back or change it."""
     return {
         "Content-Type": "text/event-stream; charset=utf-8",
-        "Cache-Control": "no-cache, no-transform",
+        "Cache-Control": "no-store, no-transform",
         "X-Accel-Buffering": "no",
         "X-Resume-Url": f"/v1/streams/{request_id}",
     }

@@ -6,6 +6,7 @@ is generated from these fields, and so is the table in `docs/configuration.md`.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,15 @@ MOST_TOP_LOGPROBS = 20
 
 MOST_BODY = 20 * 1024**2
 """As JSON in a job three times as much, which workers must still read."""
+
+ANY_ORIGIN = "*"
+DEFAULT_PORTS = {"http": "80", "https": "443"}
+MOST_PORT = 65535
+
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?|\[[0-9a-f:.]+\])(?::(?P<port>[1-9]\d{0,4}))?"
+)
+"""As in RFC 6454, section 6.2."""
 
 
 def setting(
@@ -95,6 +105,11 @@ class ApiSettings(Limits):
     )
     drain_timeout: float = setting(
         30.0, "seconds that a stopping process gives to running requests", at_least=0, at_most=DAY_S
+    )
+    cors_origins: str = setting(
+        "",
+        "origins whose pages may use the API from a browser, after commas or spaces, such as https://chat.example.com; "
+        "`*`: any; empty: none",
     )
     log_level: str = setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "whether a message is logged as text or as JSON", choices=("text", "json"))
@@ -184,6 +199,8 @@ def check(settings: Any) -> None:
             raise SettingsError(f"{source(item.name)}: {value} is above {high}")
         if item.name == "otlp_endpoint" and value:
             _check_http_url(item.name, value)
+        if item.name == "cors_origins":
+            _check_origins(item.name, value)
 
 
 def _check_http_url(name: str, value: str) -> None:
@@ -194,6 +211,26 @@ def _check_http_url(name: str, value: str) -> None:
         is_usable = False
     if not is_usable:
         raise SettingsError(f"{source(name)}: {value!r} is not an http:// or https:// URL")
+
+
+def origins(value: str) -> frozenset[str]:
+    """The origins in a value of `cors_origins`."""
+    return frozenset(value.replace(",", " ").split())
+
+
+def _check_origins(name: str, value: str) -> None:
+    """Browsers compare origins letter by letter, so one that is written otherwise would never be let in."""
+    listed = origins(value)
+    if ANY_ORIGIN in listed and len(listed) > 1:
+        raise SettingsError(f"{source(name)}: {ANY_ORIGIN} stands alone")
+    for origin in sorted(listed - {ANY_ORIGIN}):
+        match = _ORIGIN.fullmatch(origin)
+        port = match["port"] if match else None
+        if not match or (port and (int(port) > MOST_PORT or port == DEFAULT_PORTS.get(match["scheme"]))):
+            raise SettingsError(
+                f"{source(name)}: {origin!r} is not an origin as browsers send it, such as https://chat.example.com "
+                "or http://localhost:3000: lower case, no path, and no port that goes without saying"
+            )
 
 
 def flag(name: str) -> str:

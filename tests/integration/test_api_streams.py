@@ -52,7 +52,7 @@ def test_a_stream_that_waits_too_long_for_a_worker_starts_with_comments_that_cli
     assert comments == [": ping", ": ping"]
     assert rest[-2] == "data: [DONE]"
     assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    assert answer.headers["Cache-Control"] == "no-cache, no-transform"
+    assert answer.headers["Cache-Control"] == "no-store, no-transform"
     assert answer.headers["X-Accel-Buffering"] == "no"
 
 
