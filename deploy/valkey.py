@@ -75,6 +75,10 @@ class EmbeddedValkey:
             "save": "",
             # Evicting would lose requests in silence; refusing to write is an error that is seen.
             "maxmemory-policy": "noeviction",
+            # Its logs of slow and large commands would keep the beginnings of answers, and for longer than they live.
+            "commandlog-execution-slower-than": "-1",
+            "commandlog-request-larger-than": "-1",
+            "commandlog-reply-larger-than": "-1",
         }
         return [str(self._binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
 

@@ -4,10 +4,12 @@ Threads: one that listens, from before the model is loaded until the process end
 read what others keep and wait for none of them.
 """
 
+import contextlib
 import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +23,8 @@ from shared.settings import source
 
 logger = logging.getLogger("tokenmill.worker")
 
-CLIENT_TIMEOUT_S = 10.0
+CONNECTION_LIMIT_S = 10.0
+"""How long a connection may last: who asks slowly holds a thread."""
 
 LOADING = "the model is loading"
 
@@ -74,7 +77,9 @@ class Endpoint:
         answer = self.answer
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = CLIENT_TIMEOUT_S
+            def version_string(self) -> str:
+                """Who asks need not know what this runs on."""
+                return "tokenmill"
 
             def do_GET(self) -> None:
                 status, content_type, body = answer(self.path)
@@ -95,11 +100,30 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = family
+        self._began_at: dict[Any, float] = {}
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
         """Without asking for the host's name, which can take as long as a name server does not answer."""
         socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, and note since when."""
+        self._began_at[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Runs in that thread."""
+        self._began_at.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Runs twice a second: end what has lasted too long."""
+        now = time.monotonic()
+        for request, began_at in list(self._began_at.items()):
+            if now - began_at > CONNECTION_LIMIT_S:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """A scraper that hangs up is no news."""

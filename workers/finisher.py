@@ -126,9 +126,8 @@ class Finisher:
             worker.handle_job_success(job, rq_queue, rq_queue.started_job_registry, execution)
         else:
             assert failure is not None
-            worker.handle_job_failure(
-                job, rq_queue, exc_string=f"{failure.code}: {failure.message}", execution=execution
-            )
+            # Not the message, which is for the client: a chat template may repeat in it what it refuses.
+            worker.handle_job_failure(job, rq_queue, exc_string=failure.code, execution=execution)
 
     def _release(self, running: RunningJob) -> None:
         """Drop our hold on a job whose request was ended or taken over elsewhere."""
