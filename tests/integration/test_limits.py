@@ -12,6 +12,7 @@ from scripted_worker import ScriptedWorker, say_words
 from servers import FrontEnd, Valkey
 from streaming import STREAM, endless, post
 
+from shared.jobs import MOST_DATA_BYTES
 from shared.settings import MOST_BODY, Limits
 
 StartWorker = Callable[..., ScriptedWorker]
@@ -225,4 +226,4 @@ def test_the_defaults_are_openai_s_where_it_has_limits() -> None:
 
 def test_no_body_that_a_front_end_takes_is_too_large_for_a_worker() -> None:
     # Each byte may become a third of `\\u1234`, as RQ writes JSON.
-    assert MOST_BODY * 3 < 64 * 1024**2
+    assert MOST_BODY * 3 < MOST_DATA_BYTES
