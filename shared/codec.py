@@ -50,7 +50,7 @@ def request_from_payload(payload: bytes) -> GenerationRequest:
     try:
         return msgspec.json.decode(payload, type=_Envelope).request
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"The queued request is malformed: {error}") from error
+        raise RequestError(ErrorCode.INVALID_REQUEST, "The queued request is malformed.") from error
 
 
 def encode_event(event: Event) -> bytes:
