@@ -8,11 +8,14 @@ from flask import Flask, Response, g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
+from api.access.gate import Gate, tell_rates
+from api.access.keys import KeyRing
 from api.connections import SenderTooSlowError
 from api.cors import Cors
 from api.errors import refusal_body, unknown_method_body, unknown_url_body
 from api.exchange import Observer
 from api.request_ids import new_request_id
+from api.routes.docs import docs_routes
 from api.routes.generation import generation_routes
 from api.routes.health import health_routes
 from api.routes.json import error_response, json_response
@@ -32,21 +35,27 @@ logger = logging.getLogger("tokenmill.api")
 
 
 def create_app(services: Services) -> Flask:
-    """The WSGI application over these collaborators."""
+    """The WSGI application over these collaborators.
+
+    Raises:
+        SettingsError: the API keys cannot be used.
+    """
     app = Flask("tokenmill", static_folder=None)
     # Of a body without a length Flask reads so much and says nothing: one byte more shows it.
     app.config["MAX_CONTENT_LENGTH"] = services.settings.max_body + 1
     cors = Cors(services.settings.cors_origins)
+    gate = Gate(KeyRing(services.settings), metrics_are_open=services.settings.metrics_access == "open")
     app.before_request(lambda: _begin(services.observer))
     app.before_request(cors.preflight)
+    app.before_request(gate.enter)
     # The last is the first to be called.
-    for mark in (secure, cors.mark, _finish):
+    for mark in (secure, cors.mark, tell_rates, _finish):
         app.after_request(mark)
     app.register_error_handler(RequestError, _request_error)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(ParseException, _unreadable_body)
     app.register_error_handler(Exception, _unexpected_error)
-    for routes in (generation_routes, stream_routes, model_routes, health_routes, metrics_routes):
+    for routes in (generation_routes, stream_routes, model_routes, health_routes, metrics_routes, docs_routes):
         app.register_blueprint(routes(services))
     return app
 

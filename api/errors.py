@@ -3,7 +3,7 @@
 from http import HTTPStatus
 from typing import NamedTuple
 
-from api.schemas.error import ErrorBody, error_body
+from api.schemas.error import ErrorBody, ErrorType, error_body
 from shared.domain import Failed
 from shared.errors import ErrorCode, RequestError
 
@@ -12,7 +12,7 @@ class HttpError(NamedTuple):
     """How a code looks on the wire. `retry_after_s` None: sending the same again does not help."""
 
     status: int
-    type: str
+    type: ErrorType
     retry_after_s: int | None = None
 
 
@@ -37,6 +37,9 @@ HTTP_ERRORS = {
     ErrorCode.STREAM_EXPIRED: HttpError(410, "invalid_request_error"),
     ErrorCode.STREAM_DAMAGED: HttpError(409, "server_error"),
     ErrorCode.EVENT_NOT_FOUND: HttpError(404, "invalid_request_error"),
+    ErrorCode.MISSING_API_KEY: HttpError(401, "invalid_request_error"),
+    ErrorCode.INVALID_API_KEY: HttpError(401, "invalid_request_error"),
+    ErrorCode.RATE_LIMIT_EXCEEDED: HttpError(429, "rate_limit_error", 2),
 }
 
 REFUSALS = {

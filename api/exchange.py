@@ -74,11 +74,22 @@ class Exchange:
         self._usage: Usage | None = None
         self._error: RequestError | None = None
         self._has_broken = False
+        self._holder = ""
+        self._prompt_tokens = 0
+        self._when_closed: Callable[[int], None] | None = None
         self._span: Span | None = None
         self.trace = ""
         """The `traceparent` that a worker's spans continue."""
         if observer.tracing is not None and endpoint in OPERATIONS:
             self._open_span(observer.tracing, traceparent)
+
+    def is_of(self, holder: str) -> None:
+        """The request carries the key of this holder."""
+        self._holder = holder
+
+    def when_closed(self, tell: Callable[[int], None]) -> None:
+        """Tell in the end how many tokens of prompt and answer were used."""
+        self._when_closed = tell
 
     def names_model(self, model: str) -> None:
         """The request is for this model, which is or was lately served."""
@@ -105,8 +116,9 @@ class Exchange:
                     self._tokens += len(chunk.tokens)
                     if self._first_token_after_s is None and chunk.text:
                         self._first_token_after_s = self._elapsed()
-                case Accepted():
+                case Accepted(prompt_tokens):
                     self._accepted_after_s = self._elapsed()
+                    self._prompt_tokens = prompt_tokens
                 case Done(usage):
                     self._usage = usage
                 case Failed() as failure:
@@ -141,6 +153,12 @@ class Exchange:
         self._log(status, outcome, seconds)
         if self._span is not None:
             self._close_span(self._span, status, outcome)
+        if self._when_closed is not None:
+            used = self._usage.prompt + self._usage.completion if self._usage else self._prompt_tokens + self._tokens
+            try:
+                self._when_closed(used)
+            except RequestError as error:
+                logger.warning("the tokens of request %s are not counted: %s", self.request_id, error)
 
     def _elapsed(self) -> float:
         return self._monotonic() - self._arrived_at
@@ -170,6 +188,8 @@ class Exchange:
             facts["code"] = self._error.code.value
         if self.model:
             facts["model"] = self.model
+        if self._holder:
+            facts["key"] = self._holder
         if self._following is not None:
             usage = self._usage or Usage(completion=self._tokens)
             facts |= {

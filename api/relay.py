@@ -18,7 +18,7 @@ from shared.domain import Failed, GenerationRequest, Priority, is_terminal
 from shared.errors import ErrorCode, RequestError
 from shared.log import START, Entry, LogReader, entry_from_message
 from shared.logs import about
-from shared.queue import Idempotency, RequestQueue, Submitted
+from shared.queue import Idempotency, Owner, RequestQueue, Submitted
 
 TICK_S = 0.5
 """The longest that a step takes, and so the longest until it is noticed that a client has left."""
@@ -65,6 +65,7 @@ class Relay:
         timeout_s: float,
         attributes: Mapping[str, str],
         idempotency: Idempotency | None = None,
+        owner: Owner | None = None,
     ) -> "Following":
         """Subscribe, then queue the request, and follow it. The caller must close what it gets.
 
@@ -78,7 +79,12 @@ class Relay:
         mailbox = self._subscriber.subscribe(request.id)
         try:
             accepted = self.queue.submit(
-                request, limit=limit, timeout_s=timeout_s, attributes=attributes, idempotency=idempotency
+                request,
+                limit=limit,
+                timeout_s=timeout_s,
+                attributes=attributes,
+                idempotency=idempotency,
+                owner=owner,
             )
         except BaseException as error:
             mailbox.close()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gunicorn.app.base import BaseApplication
 from setproctitle import setproctitle
 
+from api.access.keys import KeyRing
 from api.connections import KEEP_ALIVE_S, Connections
 from api.drain import Drain
 from api.gunicorn_worker import Log, Worker
@@ -66,10 +67,12 @@ def serve(settings: ApiSettings) -> None:
     """Serve until told to stop; does not return while serving.
 
     Raises:
-        StartupError: the address cannot be listened on, or Redis is not fit for use.
+        StartupError: the API keys cannot be used, the address cannot be listened on, or Redis is not fit for use.
     """
     logs.configure(level=settings.log_level, format=settings.log_format)
     check_tracing(settings.otlp_endpoint)
+    # Each process reads the keys for itself; here only whether they can be used.
+    KeyRing(settings)
     listener = bind(settings.host, settings.port)
     check_store(settings.redis)
     setproctitle("tokenmill api")

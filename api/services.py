@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import redis
 
+from api.access.rates import RateCounter
 from api.drain import Drain
 from api.exchange import Observer
 from api.relay import Relay
@@ -27,6 +28,7 @@ class Services:
     relay: Relay
     drain: Drain
     observer: Observer
+    rates: RateCounter
     scrape: Callable[[], bytes]
     """All metrics of this front end, in Prometheus's text format."""
 
@@ -43,4 +45,15 @@ def services(
     queue = RequestQueue(client)
     reader = LogReader(client)
     relay = Relay(queue=queue, reader=reader, subscriber=subscriber, drain=drain)
-    return Services(settings, client, queue, reader, FleetView(Fleet(client)), relay, drain, observer, scrape)
+    return Services(
+        settings=settings,
+        client=client,
+        queue=queue,
+        reader=reader,
+        fleet=FleetView(Fleet(client)),
+        relay=relay,
+        drain=drain,
+        observer=observer,
+        rates=RateCounter(client),
+        scrape=scrape,
+    )

@@ -7,7 +7,8 @@ import msgspec
 KEEP_ALIVE = b": ping\n"
 """A comment. It ends with one newline: two would end an event, and clients that know ids raise on an empty one."""
 
-END = b"data: [DONE]"
+END_MARK = "[DONE]"
+END = b"data: " + END_MARK.encode()
 
 _encode = msgspec.json.Encoder().encode
 

@@ -212,6 +212,17 @@ def _one_line(message: str) -> str:
     return " ".join(message.split())
 
 
+@cli.command()
+@click.argument("name")
+def key(name: str) -> None:
+    """Make an API key, and show it this once beside what goes into the file of --api-keys."""
+    from api.access.keys import check_name, new_key
+
+    check_name(name)
+    made, hashed = new_key()
+    click.echo(f'{made}\n\n[[key]]\nname = "{name}"\nhash = "{hashed}"')
+
+
 def _usage_message(error: click.ClickException) -> str:
     """What is wrong with the command line, naming both the flag and the variable of a bad value."""
     parameter = getattr(error, "param", None)

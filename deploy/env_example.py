@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from deploy.options import LAUNCHER_ONLY
+from deploy.options import LAUNCHER_ONLY, as_written
 from shared.settings import ApiSettings, WorkerSettings, variable
 
 HEAD = """\
@@ -68,8 +68,7 @@ def document() -> str:
 
 def line(name: str, default: object, text: str) -> str:
     """One setting, commented out, under its meaning."""
-    shown = f"{default:g}" if isinstance(default, float) else default
-    return f"# {text}\n#{name}={shown}\n\n"
+    return f"# {text}\n#{name}={as_written(default)}\n\n"
 
 
 if __name__ == "__main__":

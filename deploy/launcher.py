@@ -188,9 +188,11 @@ class Launcher:
             "stream": True,
         }
         self._say(f"ready {self._url}  (models: {', '.join(names)})")
-        self._say(
-            f"curl -N {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-        )
+        headers = ["Content-Type: application/json"]
+        if self._plan.api.api_keys:
+            headers.append("Authorization: Bearer YOUR_KEY")
+        given = " ".join(f"-H '{header}'" for header in headers)
+        self._say(f"curl -N {self._url}/v1/chat/completions {given} -d '{json.dumps(body)}'")
 
     def _say_what_is_missing(self) -> None:
         missing = [service.title for service in self._services() if not service.ready]

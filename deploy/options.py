@@ -45,6 +45,16 @@ class Lenient(click.ParamType):  # type: ignore[type-arg]  # a parameter that it
             return Unusable(error.message.rstrip("."))
 
 
+class LenientFlag(click.types.BoolParamType):
+    """The same for a setting that is on or off."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            return Unusable(error.message.rstrip("."))
+
+
 def settings_options(
     *classes: type, leave_out: tuple[str, ...] = (), is_lenient: bool = False
 ) -> Callable[[Command], Command]:
@@ -56,7 +66,7 @@ def settings_options(
     def decorate(command: Command) -> Command:
         for item in reversed(settings_fields(*classes)):
             if item.name not in leave_out:
-                changes = {"type": Lenient(_option_type(item))} if is_lenient else {}
+                changes = {"type": _lenient(_option_type(item))} if is_lenient else {}
                 command = settings_option(item, **changes)(command)
         return command
 
@@ -72,8 +82,13 @@ def settings_option(item: "Field[Any]", **changes: Any) -> Callable[[Command], C
         "show_default": item.default != "",
         "show_envvar": True,
         "help": item.metadata["help"],
+        "is_flag": isinstance(item.default, bool),
     }
     return click.option(flag(item.name), item.name, **(arguments | changes))
+
+
+def _lenient(strict: "click.ParamType[Any]") -> "click.ParamType[Any]":
+    return LenientFlag() if isinstance(strict, click.types.BoolParamType) else Lenient(strict)
 
 
 def _option_type(item: "Field[Any]") -> "click.ParamType[Any]":
@@ -89,6 +104,13 @@ def unknown_variables(environment: "os._Environ[str] | dict[str, str]") -> Itera
     known = {variable(item.name) for item in settings_fields(ApiSettings, WorkerSettings)}
     known |= {variable(name) for name in LAUNCHER_ONLY}
     return (name for name in sorted(environment) if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def as_written(value: object) -> str:
+    """A default as somebody would write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def as_environment(values: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from deploy.options import LAUNCHER_ONLY, settings_fields
+from deploy.options import LAUNCHER_ONLY, as_written, settings_fields
 from shared.settings import ApiSettings, Limits, WorkerSettings, flag, variable
 
 HEAD = """\
@@ -59,7 +59,7 @@ def table(rows: Iterable[str]) -> str:
 
 def row(name: str, default: object, range_text: str, help_text: str) -> str:
     """One setting as a line of a table."""
-    shown = f"`{default:g}`" if isinstance(default, float) else f"`{default}`" if default != "" else "empty"
+    shown = f"`{as_written(default)}`" if default != "" else "empty"
     return f"| `{flag(name)}` | `{variable(name)}` | {shown} | {range_text} | {help_text} |\n"
 
 
@@ -68,6 +68,8 @@ def allowed(item: "Field[Any]") -> str:
     if item.metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in item.metadata["choices"])
     low, high = item.metadata["at_least"], item.metadata["at_most"]
+    if isinstance(item.default, bool):
+        return "`true`, `false`"
     if low is None:
         return "text"
     return f"{low} to {high}" if high is not None else f"at least {low}"

@@ -36,6 +36,9 @@ class ErrorCode(StrEnum):
     STREAM_EXPIRED = "stream_expired"
     STREAM_DAMAGED = "stream_damaged"
     EVENT_NOT_FOUND = "event_not_found"
+    MISSING_API_KEY = "missing_api_key"
+    INVALID_API_KEY = "invalid_api_key"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
 
 
 RETRYABLE = frozenset(
@@ -49,6 +52,7 @@ RETRYABLE = frozenset(
         ErrorCode.PAYLOAD_VERSION,
         ErrorCode.STORE_UNAVAILABLE,
         ErrorCode.SERVER_STOPPING,
+        ErrorCode.RATE_LIMIT_EXCEEDED,
     }
 )
 """Failures that say nothing about the request itself: sent again, it may well succeed."""
@@ -61,14 +65,18 @@ class TokenmillError(Exception):
 class RequestError(TokenmillError):
     """One request failed.
 
-    `message` is written for the client; `param` names the request field at fault, if one is.
+    `message` is written for the client; `param` names the request field at fault, if one is. `retry_after_s` is set
+    where more is known of when to try again than the code says.
     """
 
-    def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, code: ErrorCode, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class StartupError(TokenmillError):

@@ -5,6 +5,10 @@
 | tokenmill:request:<id> | hash | state, attempt, worker, model, priority, times, attributes | deadline + log TTL |
 | tokenmill:log:<id> | stream | the request's events, ids `<attempt>-<seq>` | as the request |
 | tokenmill:idempotency:<sha256 of key> | hash | the request of a key, digest of its body | deadline + log TTL |
+| tokenmill:open:<owner> | sorted set | ids of an owner's that may not have ended, by deadline | the latest deadline |
+| tokenmill:turns:<queue> | sorted set | waiting jobs of owners, by the round that each is in | the latest deadline |
+| tokenmill:rounds:<queue> | hash | the last round of each owner, and of the queue | the latest deadline |
+| tokenmill:rates… | several | what API keys have asked for lately (the library `limits`) | two minutes |
 | tokenmill:events:<id> | channel | `<attempt>-<seq> <event>`, published with each entry | none |
 | tokenmill:waiting:<model> | sorted set | ids not yet claimed, by deadline | the latest deadline |
 | tokenmill:worker:<name> | hash | what a live worker says of itself; its lease | the lease |
@@ -28,6 +32,7 @@ REQUEST_PREFIX = PREFIX + "request:"
 LOG_PREFIX = PREFIX + "log:"
 WORKER_PREFIX = PREFIX + "worker:"
 RUNNING_PREFIX = PREFIX + "running:"
+RATES_PREFIX = PREFIX + "rates"
 
 LOG_TTL_S = 300
 """How long the log of an interactive request can be read after its end."""
@@ -55,9 +60,26 @@ def log(request_id: str) -> str:
     return LOG_PREFIX + request_id
 
 
-def idempotency(key: str) -> str:
-    """The hash that says which request a client's `Idempotency-Key` stands for."""
-    return f"{PREFIX}idempotency:{hashlib.sha256(key.encode()).hexdigest()}"
+def idempotency(key: str, owner: str = "") -> str:
+    """The hash that says which request an owner's `Idempotency-Key` stands for."""
+    # No key and no name of an owner has a line break.
+    digest = hashlib.sha256("\n".join((owner, key)).encode()).hexdigest()
+    return f"{PREFIX}idempotency:{digest}"
+
+
+def open_requests(owner: str) -> str:
+    """The sorted set of an owner's requests that may not have ended."""
+    return f"{PREFIX}open:{owner}"
+
+
+def turns(queue: str) -> str:
+    """The sorted set of a queue's jobs by the round that each is in."""
+    return f"{PREFIX}turns:{queue}"
+
+
+def rounds(queue: str) -> str:
+    """The hash with the last round of each owner in a queue."""
+    return f"{PREFIX}rounds:{queue}"
 
 
 def events(request_id: str) -> str:

@@ -88,6 +88,13 @@ class Idempotency(NamedTuple):
     digest: str
 
 
+class Owner(NamedTuple):
+    """Whom a request belongs to, and how many of theirs may be queued or running at once; 0: any number."""
+
+    name: str
+    most_open: int = 0
+
+
 class Submitted(NamedTuple):
     """What is still known of a submitted request, running or ended."""
 
@@ -106,6 +113,7 @@ class RequestQueue:
         self._conclude = script(client, "conclude")
         self._hand_over = script(client, "handover")
         self._rescue = script(client, "rescue")
+        self._take_turn = script(client, "turn")
         self._queues: dict[tuple[str, Priority], Queue] = {}
 
     def submit(
@@ -116,27 +124,47 @@ class RequestQueue:
         timeout_s: float,
         attributes: Mapping[str, str] | None = None,
         idempotency: Idempotency | None = None,
+        owner: Owner | None = None,
     ) -> str:
         """Queue the request, to be ended by a worker within `timeout_s`. Returns its id.
 
         `attributes` mean nothing to a worker; `submitted` gives them back for as long as the log lives.
         With `idempotency`, and if its key stands for an earlier request, nothing is queued, and the id is
         that one's; unless that ended in a failure that is worth another try (`RETRYABLE`).
+        Owners take turns: one who has many waiting holds up another by one of them at most.
 
         Raises:
-            RequestError: `queue_full` when `limit` requests of the model wait already;
-                `store_unavailable`; `invalid_request` when the id was used before;
+            RequestError: `queue_full` when `limit` requests of the model wait already, or the owner has as many
+                waiting as there are places left; `rate_limit_exceeded` when the owner has as many open as may
+                be; `store_unavailable`; `invalid_request` when the id was used before;
                 `idempotency_key_reused` when the key stands for something else.
         """
         ttl_s = keys.log_ttl_s(request.priority)
         with store_errors():
             outcome, *rest = self._register(
-                request, limit=limit, timeout_s=timeout_s, attributes=attributes or {}, idempotency=idempotency
+                request,
+                limit=limit,
+                timeout_s=timeout_s,
+                attributes=attributes or {},
+                idempotency=idempotency,
+                owner=owner,
             )
             if outcome == b"full":
                 raise RequestError(
                     ErrorCode.QUEUE_FULL,
                     f"The queue of model '{request.model}' is full ({rest[0]} requests wait). Retry shortly.",
+                )
+            if outcome == b"share":
+                raise RequestError(
+                    ErrorCode.QUEUE_FULL,
+                    f"The queue of model '{request.model}' is nearly full, and {rest[0]} of this key's requests wait "
+                    "in it. Retry shortly.",
+                )
+            if outcome == b"open":
+                raise RequestError(
+                    ErrorCode.RATE_LIMIT_EXCEEDED,
+                    f"This key may have {owner.most_open if owner else 0} requests at once, and has them. "
+                    "Retry when one has ended.",
                 )
             if outcome == b"exists":
                 raise RequestError(ErrorCode.INVALID_REQUEST, f"A request with the id '{request.id}' exists.")
@@ -147,9 +175,19 @@ class RequestQueue:
                 # Whoever registered it may have died before it was on RQ's queue.
                 request = msgspec.structs.replace(request, id=earlier)
             self._enqueue(request, ttl_s=int(timeout_s) + ttl_s, unique=idempotency is not None)
+            if owner is not None and outcome == b"ok":
+                self._give_turn(request, owner, ttl_s=int(timeout_s) + ttl_s)
         return request.id
 
-    def earlier(self, request: GenerationRequest, idempotency: Idempotency) -> str | None:
+    def _give_turn(self, request: GenerationRequest, owner: Owner, *, ttl_s: int) -> None:
+        """Move a job from the end of its queue to where its owner's turn is, if it still waits."""
+        queue = self._queue(request.model, request.priority)
+        self._take_turn(
+            keys=[queue.key, keys.turns(queue.name), keys.rounds(queue.name)],
+            args=[request.id, owner.name, ttl_s * 1000],
+        )
+
+    def earlier(self, request: GenerationRequest, idempotency: Idempotency, owner: Owner | None = None) -> str | None:
         """The id of the request that `submit` would return instead of queueing this one; None if it would queue.
 
         Raises:
@@ -157,7 +195,9 @@ class RequestQueue:
         """
         with store_errors():
             # Where nothing may wait, nothing new is registered.
-            outcome, *rest = self._register(request, limit=0, timeout_s=0, attributes={}, idempotency=idempotency)
+            outcome, *rest = self._register(
+                request, limit=0, timeout_s=0, attributes={}, idempotency=idempotency, owner=owner
+            )
         return as_text(rest[0]) if outcome == b"joined" else None
 
     def _register(
@@ -168,11 +208,13 @@ class RequestQueue:
         timeout_s: float,
         attributes: Mapping[str, str],
         idempotency: Idempotency | None,
+        owner: Owner | None,
     ) -> Any:
         """What `submit.lua` returns, but for a key that was used for something else, which is raised."""
-        reserved = [keys.idempotency(idempotency.key)] if idempotency else []
+        name = owner.name if owner else ""
+        reserved = [keys.idempotency(idempotency.key, name)] if idempotency else []
         reply: Any = self._submit(
-            keys=[keys.request(request.id), keys.waiting(request.model), *reserved],
+            keys=[keys.request(request.id), keys.waiting(request.model), keys.open_requests(name), *reserved],
             args=[
                 request.id,
                 secrets.token_hex(8),
@@ -185,6 +227,8 @@ class RequestQueue:
                 keys.REQUEST_PREFIX,
                 keys.LOG_PREFIX,
                 f",{','.join(sorted(RETRYABLE))},",
+                int(owner is not None),
+                owner.most_open if owner else 0,
                 *(text for pair in attributes.items() for text in pair),
             ],
         )
@@ -343,11 +387,6 @@ class RequestQueue:
         """How many of the model's requests no worker has claimed."""
         return int(self._client.zcard(keys.waiting(model)))
 
-    def _queue(self, model: str, priority: Priority) -> Queue:
-        queue = self._queues.get((model, priority))
-        if queue is None:
-            queue = self._queues[(model, priority)] = rq_queue(self._client, model, priority)
-        return queue
     def _place(self, request_id: str) -> tuple[str, Priority] | None:
         """A request's model and priority; None when it is gone, or is none of ours to read."""
         try:
@@ -361,3 +400,8 @@ class RequestQueue:
         except ValueError:
             return None
 
+    def _queue(self, model: str, priority: Priority) -> Queue:
+        queue = self._queues.get((model, priority))
+        if queue is None:
+            queue = self._queues[(model, priority)] = rq_queue(self._client, model, priority)
+        return queue

@@ -106,6 +106,25 @@ class ApiSettings(Limits):
     drain_timeout: float = setting(
         30.0, "seconds that a stopping process gives to running requests", at_least=0, at_most=DAY_S
     )
+    api_keys: str = setting(
+        "", "file of API keys, or NAME=HASH entries after spaces; empty: whoever reaches the port is let in"
+    )
+    key_requests: int = setting(
+        0, "requests a minute of a key whose entry does not say; 0: no limit", at_least=0, at_most=1_000_000_000
+    )
+    key_tokens: int = setting(
+        0,
+        "tokens a minute, of prompts and answers, of a key whose entry does not say; 0: no limit",
+        at_least=0,
+        at_most=1_000_000_000,
+    )
+    key_concurrent: int = setting(
+        0,
+        "requests that are queued or running at once, of a key whose entry does not say; 0: no limit",
+        at_least=0,
+        at_most=1_000_000_000,
+    )
+    metrics_access: str = setting("open", "who may read /metrics where there are API keys", choices=("open", "key"))
     cors_origins: str = setting(
         "",
         "origins whose pages may use the API from a browser, after commas or spaces, such as https://chat.example.com; "
@@ -131,6 +150,9 @@ class WorkerSettings:
     backend: str = setting("auto", "engine", choices=("auto", "llama_cpp", "transformers", "fake"))
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", "number format of a transformers model", choices=("auto", "float32", "bfloat16"))
+    trust_remote_code: bool = setting(
+        False, "run Python code that a model's folder brings, with all that this process may do"
+    )
     slots: int = setting(8, "sequences that run at once", at_least=1, at_most=1024)
     threads: int = setting(
         0, "threads for the model; 0: one per core, shared equally by the workers of `up`", at_least=0, at_most=512

@@ -10,9 +10,11 @@ from flask import Blueprint, Response, g, request
 from werkzeug.exceptions import RequestEntityTooLarge
 
 from api import respond, sse
+from api.access.gate import admit, key, owner
 from api.disconnect import ClientConnection
-from api.relay import ClientGone, Following
-from api.routes.json import json_response
+from api.errors import request_error
+from api.relay import CANCELLED, ClientGone, Following
+from api.routes.json import error_response, json_response
 from api.schemas import chat, completions
 from api.schemas.answer import AnswerShape
 from api.schemas.parsing import parse
@@ -25,16 +27,22 @@ from api.translate.requests import check_tokens
 from shared.domain import GenerationRequest, Priority
 from shared.errors import ErrorCode, RequestError
 from shared.log import START
-from shared.queue import IDEMPOTENCY_HEADER, Idempotency
+from shared.queue import IDEMPOTENCY_HEADER, Idempotency, Owner
 from shared.settings import Limits
 
 SHAPE_ATTRIBUTE = "answer"
 """Under which name an answer's shape is kept beside its request."""
 
-NO_ONE_WAITS = 499
+OWNER_ATTRIBUTE = "owner"
+"""The same for the name of the key that it was made with."""
 
-_IDEMPOTENCY_KEY = re.compile(r"[\x20-\x2b\x2d-\x7e]{1,255}")
-"""No comma: a header that is sent twice is the two values with a comma between them, here or at a proxy before us."""
+IDEMPOTENCY_KEY_PATTERN = r"[\x21-\x2b\x2d-\x7e](?:[\x20-\x2b\x2d-\x7e]{0,253}[\x21-\x2b\x2d-\x7e])?"
+"""What arrives of a header has no space at its ends.
+
+No comma: a header that is sent twice is the two values with a comma between them, here or at a proxy before us.
+"""
+
+_IDEMPOTENCY_KEY = re.compile(IDEMPOTENCY_KEY_PATTERN)
 
 
 def shape_of(attributes: Mapping[str, str]) -> AnswerShape:
@@ -92,9 +100,13 @@ def _answer(services: Services, endpoint: str, body: GenerationFields, generatio
         include_usage=body.include_usage,
         service_tier="flex" if generation.priority is Priority.BACKGROUND else "default",
     )
+    admit(services.rates)
     following = _follow(services, generation, shape)
     shape = shape_of(following.attributes)
     g.exchange.follows(following, model=shape.model)
+    holder = key()
+    if holder is not None:
+        g.exchange.when_closed(lambda tokens: services.rates.took(holder, tokens))
     settings = services.settings
     try:
         if not body.stream:
@@ -103,7 +115,7 @@ def _answer(services: Services, endpoint: str, body: GenerationFields, generatio
             return json_response(answer_of(shape).whole(choices, usage))
         held = respond.first_entries(following, wait_s=settings.accept_wait)
     except ClientGone:
-        return Response(status=NO_ONE_WAITS)
+        return error_response(request_error(CANCELLED))
     except BaseException:
         following.close()
         raise
@@ -129,7 +141,7 @@ def _follow(services: Services, generation: GenerationRequest, shape: AnswerShap
         if error.code is ErrorCode.MODEL_UNAVAILABLE:
             g.exchange.names_model(generation.model)
         # What was asked before does not need a worker that is there now.
-        earlier = services.queue.earlier(generation, idempotency) if idempotency else None
+        earlier = services.queue.earlier(generation, idempotency, owner()) if idempotency else None
         if earlier is None:
             raise
         return services.relay.join(earlier, client)
@@ -140,9 +152,19 @@ def _follow(services: Services, generation: GenerationRequest, shape: AnswerShap
         client,
         limit=services.settings.queue_limit,
         timeout_s=services.settings.request_timeout,
-        attributes={SHAPE_ATTRIBUTE: msgspec.json.encode(shape).decode()},
+        attributes={SHAPE_ATTRIBUTE: msgspec.json.encode(shape).decode(), OWNER_ATTRIBUTE: _name(owner())},
         idempotency=idempotency,
+        owner=owner(),
     )
+
+
+def belongs_to_asker(attributes: Mapping[str, str]) -> bool:
+    """Whether a request was made with the key that this one carries, or where no keys are needed, without one."""
+    return attributes.get(OWNER_ATTRIBUTE, "") == _name(owner())
+
+
+def _name(asker: Owner | None) -> str:
+    return asker.name if asker else ""
 
 
 def _idempotency() -> Idempotency | None:

@@ -1,6 +1,7 @@
 """JSON answers, errors included."""
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -18,5 +19,8 @@ def json_response(payload: Any, status: int = 200, headers: Mapping[str, str] | 
 def error_response(error: RequestError) -> Response:
     """A failed request's answer."""
     http = HTTP_ERRORS[error.code]
-    headers = {"Retry-After": str(http.retry_after_s)} if http.retry_after_s is not None else {}
+    retry_after_s = error.retry_after_s if error.retry_after_s is not None else http.retry_after_s
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+    if http.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response(request_error_body(error), http.status, headers)

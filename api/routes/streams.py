@@ -4,9 +4,11 @@ from flask import Blueprint, Response, g, request
 
 from api import respond, sse
 from api.disconnect import ClientConnection
-from api.relay import ClientGone
+from api.errors import request_error
+from api.relay import CANCELLED, ClientGone
 from api.request_ids import may_have_been_made
-from api.routes.generation import NO_ONE_WAITS, SHAPE_ATTRIBUTE, answer_of, shape_of
+from api.routes.generation import SHAPE_ATTRIBUTE, answer_of, belongs_to_asker, shape_of
+from api.routes.json import error_response
 from api.services import Services
 from shared.errors import ErrorCode, RequestError
 from shared.log import START, EntryId, LogReader, parse_entry_id
@@ -29,7 +31,7 @@ def stream_routes(services: Services) -> Blueprint:
             # The log is read at once, so what is wrong with its beginning is still a real HTTP error.
             held = next(following)
         except ClientGone:
-            return Response(status=NO_ONE_WAITS)
+            return error_response(request_error(CANCELLED))
         except RequestError as error:
             if error.code is ErrorCode.REQUEST_LOST:
                 raise _damaged(error.message) from error
@@ -56,7 +58,9 @@ def _submitted(services: Services, request_id: str) -> Submitted:
     if not may_have_been_made(request_id):
         raise RequestError(ErrorCode.STREAM_NOT_FOUND, f"There is no stream '{request_id[:40]}'.", param="id")
     submitted = services.queue.submitted(request_id)
-    if submitted is None or SHAPE_ATTRIBUTE not in submitted.attributes:
+    is_theirs = submitted is not None and belongs_to_asker(submitted.attributes)
+    # Another's looks like none.
+    if submitted is None or not is_theirs or SHAPE_ATTRIBUTE not in submitted.attributes:
         raise RequestError(ErrorCode.STREAM_EXPIRED, f"The stream '{request_id}' has expired.", param="id")
     return submitted
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from api.schemas.answer import CompletionUsage
+from api.schemas.answer import CompletionUsage, Finish, Tier
 from api.schemas.parsing import invalid, unsupported
 from api.schemas.sampling import MAX_TOKENS, GenerationFields, few_logprobs, limits_of
 from shared.settings import MOST_TOP_LOGPROBS
@@ -55,13 +55,40 @@ def _few(messages: Any, info: ValidationInfo) -> Any:
     return messages
 
 
-class Message(BaseModel):
-    """One message; clients may send back what an answer held, nulls and empty arrays included."""
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    type: Literal["text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, json_schema_extra={"maxItems": ["max_messages"]})]
+
+
+def _describe_message(schema: dict[str, Any]) -> None:
+    """What `Message._without_nulls` lets through, as a JSON schema."""
+    empty = {"type": ["array", "null"], "maxItems": 0}
+    schema["properties"] |= {"tool_calls": empty, "annotations": empty}
+    content = schema["properties"]["content"]
+    content["anyOf"].append({"type": "null"})
+    schema["required"].remove("content")
+    schema["additionalProperties"] = {"type": "null"}
+    has_content = {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]}
+    schema["anyOf"] = [{"properties": {"role": {"const": "assistant"}}}, has_content]
+
+
+class Message(BaseModel):
+    """One message; clients may send back what an answer held, nulls and empty arrays included.
+
+    A part that is not text is refused, and so are tool calls.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", hide_input_in_errors=True, json_schema_extra=_describe_message
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_text)]
+    content: Annotated[str, BeforeValidator(_text, json_schema_input_type=str | Parts)]
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -79,13 +106,18 @@ class Message(BaseModel):
         return message
 
 
+Messages = Annotated[list[Message], Field(min_length=1, json_schema_extra={"maxItems": ["max_messages"]})]
+
+
 class ChatCompletionRequest(GenerationFields):
     """A request, valid in itself; only the model can say more."""
 
-    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(_few)]
+    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(_few, json_schema_input_type=Messages)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_TOP_LOGPROBS), AfterValidator(few_logprobs)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_TOP_LOGPROBS), AfterValidator(few_logprobs)] = Field(
+        None, description="Only with `logprobs`.", json_schema_extra={"maximum": ["max_top_logprobs"]}
+    )
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "ChatCompletionRequest":
@@ -115,13 +147,13 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
-class Logprobs(msgspec.Struct, frozen=True):
+class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    role: str | msgspec.UnsetType = msgspec.UNSET
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
     refusal: msgspec.UnsetType | None = msgspec.UNSET
 
@@ -129,40 +161,40 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: Delta
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """`usage` is left out of a stream unless it was asked for, then it is null in all but the last."""
 
     id: str
-    object: str = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    service_tier: str
+    service_tier: Tier
     choices: tuple[ChunkChoice, ...]
     usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: str = "assistant"
+    role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
-    logprobs: Logprobs | None
-    finish_reason: str
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    service_tier: str
-    choices: list[Choice]
+    service_tier: Tier
+    choices: list[ChatChoice]
     usage: CompletionUsage

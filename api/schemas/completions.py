@@ -1,11 +1,11 @@
 """The wire of POST /v1/completions."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
-from api.schemas.answer import CompletionUsage
+from api.schemas.answer import CompletionUsage, Finish
 from api.schemas.parsing import invalid
 from api.schemas.sampling import MAX_TOKENS, GenerationFields, few_logprobs, limits_of
 
@@ -44,13 +44,29 @@ def _prompts(value: Any, info: ValidationInfo) -> Any:
     return prompts
 
 
+Text = Annotated[str, Field(json_schema_extra={"maxLength": ["max_prompt"]})]
+Tokens = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]],
+    Field(min_length=1, json_schema_extra={"maxItems": ["max_prompt"]}),
+]
+SEVERAL: dict[str, Any] = {"maxItems": ["max_choices"]}
+Prompts = (
+    Text
+    | Tokens
+    | Annotated[list[Text], Field(min_length=1, json_schema_extra=SEVERAL)]
+    | Annotated[list[Tokens], Field(min_length=1, json_schema_extra=SEVERAL)]
+)
+
+
 class CompletionRequest(GenerationFields):
     """A request, valid in itself; only the model can say more."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, ge=1, le=MAX_TOKENS)
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), AfterValidator(few_logprobs)] = None
-    best_of: int | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), AfterValidator(few_logprobs)] = Field(
+        None, json_schema_extra={"maximum": ["max_top_logprobs", MAX_LOGPROBS]}
+    )
+    best_of: int | None = Field(None, description="Nothing but what `n` is.")
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "CompletionRequest":
@@ -62,7 +78,7 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class Logprobs(msgspec.Struct, frozen=True):
+class TextLogprobs(msgspec.Struct, frozen=True):
     """Parallel arrays, one item for each token; offsets are in characters from the answer's start."""
 
     tokens: list[str]
@@ -71,19 +87,19 @@ class Logprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     index: int
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+    finish_reason: Finish | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer, or a chunk of one. In a stream `usage` is left out unless it was asked for."""
 
     id: str
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: tuple[Choice, ...]
+    choices: tuple[TextChoice, ...]
     usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from api.schemas.parsing import invalid
+from shared.domain import LEAST_REPETITION_PENALTY
 from shared.settings import MOST_CHOICES, Limits
 
 MAX_TOKENS = 2**31 - 1
@@ -12,6 +13,8 @@ SEED_BITS = 64
 
 
 MAX_MODEL_NAME = 256
+
+TOKEN_ID = r"^[0-9]{1,10}$"
 
 
 def limits_of(info: ValidationInfo) -> Limits:
@@ -71,6 +74,16 @@ def _choices(value: int, info: ValidationInfo) -> int:
     return value
 
 
+Stop = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": ["max_stop_length"]})]
+Stops = Stop | Annotated[list[Stop], Field(min_length=1, json_schema_extra={"maxItems": ["max_stop"]})]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=TOKEN_ID)], Bias],
+    Field(json_schema_extra={"maxProperties": ["max_logit_bias"], "additionalProperties": False}),
+]
+"""What validators here take, as JSON has it. Bounds are names of limits: see `api.schemas.description`."""
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
@@ -90,11 +103,17 @@ class GenerationFields(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    repetition_penalty: float = Field(1.0, ge=LEAST_REPETITION_PENALTY, le=2)
     seed: int | None = Field(None, ge=-(2 ** (SEED_BITS - 1)), le=2 ** (SEED_BITS - 1) - 1)
-    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = Field(default_factory=dict)
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), AfterValidator(_choices)] = 1
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=Stops)] = Field(
+        default_factory=list, description="Texts at which the answer ends; they are no part of it."
+    )
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=Biases)] = Field(
+        default_factory=dict, description="What is added to the logits of tokens of the model's vocabulary."
+    )
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), AfterValidator(_choices)] = Field(
+        1, description="Choices of each prompt.", json_schema_extra={"maximum": ["max_n", "max_choices"]}
+    )
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     stream: bool = False
     stream_options: StreamOptions | None = None

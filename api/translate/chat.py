@@ -76,7 +76,7 @@ class ChatAnswer:
             model=self._shape.model,
             service_tier=self._shape.service_tier,
             choices=[
-                wire.Choice(
+                wire.ChatChoice(
                     index=index,
                     message=wire.AnswerMessage(content=choice.text),
                     logprobs=_logprobs(choice.logprobs),
@@ -98,11 +98,11 @@ class ChatAnswer:
         )
 
 
-def _logprobs(logprobs: Sequence[ChosenLogprob]) -> wire.Logprobs | None:
+def _logprobs(logprobs: Sequence[ChosenLogprob]) -> wire.ChatLogprobs | None:
     """One item for each token; None where none were asked for."""
     if not logprobs:
         return None
-    return wire.Logprobs(
+    return wire.ChatLogprobs(
         [
             wire.TokenLogprob(
                 item.token.text,

@@ -48,7 +48,7 @@ class TextAnswer:
         """The new text; nothing while it is held back and no logprobs are asked for."""
         if not chunk.text and not chunk.logprobs:
             return []
-        choice = wire.Choice(
+        choice = wire.TextChoice(
             text=chunk.text, index=chunk.choice, logprobs=_logprobs(chunk.logprobs, self._offsets[chunk.choice])
         )
         self._offsets[chunk.choice] += sum(len(item.token.text) for item in chunk.logprobs)
@@ -56,7 +56,7 @@ class TextAnswer:
 
     def finish(self, choice: int, reason: FinishReason) -> list[wire.Completion]:
         """An empty text with the finish reason."""
-        return [self._completion(wire.Choice(text="", index=choice, finish_reason=FINISH_REASONS[reason]))]
+        return [self._completion(wire.TextChoice(text="", index=choice, finish_reason=FINISH_REASONS[reason]))]
 
     def closing(self, usage: Usage) -> list[wire.Completion]:
         """The usage, if asked for."""
@@ -69,7 +69,7 @@ class TextAnswer:
             created=self._shape.created,
             model=self._shape.model,
             choices=tuple(
-                wire.Choice(
+                wire.TextChoice(
                     text=choice.text,
                     index=index,
                     logprobs=_logprobs(choice.logprobs, 0),
@@ -80,7 +80,7 @@ class TextAnswer:
             usage=completion_usage(usage),
         )
 
-    def _completion(self, *choices: wire.Choice, usage: CompletionUsage | None = None) -> wire.Completion:
+    def _completion(self, *choices: wire.TextChoice, usage: CompletionUsage | None = None) -> wire.Completion:
         return wire.Completion(
             id=ID_PREFIX + self._shape.id,
             created=self._shape.created,
@@ -90,7 +90,7 @@ class TextAnswer:
         )
 
 
-def _logprobs(logprobs: Sequence[ChosenLogprob], offset: int) -> wire.Logprobs | None:
+def _logprobs(logprobs: Sequence[ChosenLogprob], offset: int) -> wire.TextLogprobs | None:
     """Parallel arrays, one item for each token; None where none were asked for."""
     if not logprobs:
         return None
@@ -98,7 +98,7 @@ def _logprobs(logprobs: Sequence[ChosenLogprob], offset: int) -> wire.Logprobs |
     for item in logprobs:
         offsets.append(offset)
         offset += len(item.token.text)
-    return wire.Logprobs(
+    return wire.TextLogprobs(
         tokens=[item.token.text for item in logprobs],
         token_logprobs=[item.token.logprob for item in logprobs],
         # The drawn token is always among them, as OpenAI has it.

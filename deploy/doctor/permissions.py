@@ -92,6 +92,15 @@ ZREM {RQ} doctor
 """What front ends and workers do, in their scripts and reaping included."""
 
 FRONT_END = f"""
+GET {MILL}
+INCRBY {MILL} 1
+LINDEX {MILL} 0
+LTRIM {MILL} 0 1
+TTL {MILL}
+ZRANGEBYSCORE {MILL} 0 1
+ZSCORE {MILL} doctor
+LINDEX {RQ} 0
+LINSERT {RQ} BEFORE doctor doctor
 XREVRANGE {MILL} + -
 ZCARD {MILL}
 LLEN {RQ}

@@ -7,6 +7,9 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from asking import request
+from open_streams import body
+from scripted_worker import ScriptedWorker, say_words
 from servers import FrontEnd, Valkey, free_port
 from test_redis_access import (
     NEWER_THAN_7,
@@ -18,8 +21,11 @@ from test_redis_access import (
 )
 from worker_processes import Office, Start
 
+from api.access.keys import Allowance, ApiKey, new_key
+from api.access.rates import RateCounter
 from deploy.doctor.finding import Level
 from deploy.doctor.permissions import Role, check_permissions
+from shared.queue import Owner, RequestQueue
 
 
 def guarded_server(tmp_path: Path, *options: str, binary: str = "") -> Valkey:
@@ -50,12 +56,33 @@ def test_front_ends_and_workers_are_refused_nothing_that_they_need(
 
     use_everything(front_end, start, Office(connect_to(guarded.url)), worker)
     cancel_while_queued(connect_to(api))
+    use_keys(start_front_end, api, guarded.url, connect_to(api))
     assert httpx.get(f"{front_end.url}/metrics").status_code == 200
     asked = [*check_permissions(connect_to(api), (Role.API,)), *check_permissions(connect_to(worker), (Role.WORKER,))]
     assert [finding for finding in asked if finding.level is not Level.OK] == []
 
     refused: Any = connect_to(guarded.url).acl_log()
     assert {(entry["username"], entry["object"]) for entry in refused if entry["object"] not in NEWER_THAN_7} == set()
+
+
+def use_keys(start_front_end: Callable[..., FrontEnd], url: str, operator: str, client: "redis.Redis") -> None:
+    """Counts what keys ask for, and gives them turns."""
+    key, hashed = new_key()
+    front_end = start_front_end(
+        url, api_keys=f"alice={hashed}", key_requests=9, key_tokens=99, key_concurrent=1, request_timeout=1
+    )
+    RateCounter(client).took(ApiKey(name="alice", digest=b"", allowance=Allowance(tokens=99)), 10)
+    worker = ScriptedWorker(operator, say_words("ok"))
+    worker.announce()
+    asked = body(4) | {"model": "scripted"}
+    waited = httpx.post(f"{front_end.url}/v1/completions", json=asked, headers={"X-API-Key": key}, timeout=20)
+    worker.stop()
+    assert waited.json()["error"]["code"] == "deadline_exceeded"
+    assert waited.headers["x-ratelimit-remaining-requests"] == "8"
+    assert waited.headers["x-ratelimit-remaining-tokens"] == "89"
+    queue = RequestQueue(client)
+    for number, owner in enumerate(("alice", "alice", "bob")):
+        queue.submit(request(f"turn-{number}"), limit=4, timeout_s=60, owner=Owner(owner, 5))
 
 
 def test_transactions_are_there_again_after_a_restart(

@@ -31,7 +31,7 @@ def break_down(*_: Any, **__: Any) -> Any:
 def services() -> Any:
     """Collaborators that break whatever they are asked."""
     broken = SimpleNamespace(workers=break_down, require=break_down, submitted=break_down)
-    parts: dict[str, Any] = dict.fromkeys(("client", "reader", "relay", "drain", "scrape"), broken)
+    parts: dict[str, Any] = dict.fromkeys(("client", "reader", "relay", "drain", "rates", "scrape"), broken)
     observer = Observer(ApiMetrics(CollectorRegistry()))
     return Services(settings=ApiSettings(), queue=broken, fleet=broken, observer=observer, **parts)
 
