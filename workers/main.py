@@ -90,6 +90,7 @@ def run(settings: WorkerSettings) -> int:
     check(client, settings.redis)
     backend_name, backend = load_backend(spec.location, settings)
     encoder = PromptEncoder(backend.tokenizer)
+    encoder.check()
     worker = Worker(settings, spec.name, backend_name, backend, encoder, client, registry)
     if endpoint is not None:
         endpoint.watch(unhealthy=worker.unhealthy, missing=worker.missing)

@@ -8,6 +8,8 @@ GGUF_SUFFIX = ".gguf"
 GGUF_MAGIC = b"GGUF"
 CONFIG_NAME = "config.json"
 WEIGHTS_PATTERN = "*.safetensors"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Weights in these are read by running what is written there."""
 
 
 def check_model_files(path: Path) -> None:
@@ -47,7 +49,9 @@ def _check_folder(path: Path) -> None:
         raise ModelLoadError(f"the folder {path} has no {CONFIG_NAME}{hint}")
     weights = weight_files(path)
     if not weights:
-        raise ModelLoadError(f"the folder {path} has no .safetensors weights; other formats are not loaded")
+        pickle = next((name for name in files if name.endswith(PICKLE_SUFFIXES)), "")
+        reason = f"{pickle} can hold code, and is not loaded" if pickle else "other formats are not loaded"
+        raise ModelLoadError(f"the folder {path} has no .safetensors weights; {reason}")
     for file in (path / CONFIG_NAME, *weights):
         if not _first_bytes(file, 1):
             raise ModelLoadError(f"{file} is empty")

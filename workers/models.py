@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ModelLoadError, SettingsError
+from shared.logs import one_line
 from shared.settings import WorkerSettings, source
 from workers.backends.protocol import Backend
 from workers.model_files import GGUF_SUFFIX, check_model_files
@@ -21,6 +22,9 @@ ENGINE_PACKAGES: dict[str, tuple[str, ...]] = {
     "llama_cpp": ("llama_cpp",),
     "transformers": ("torch", "transformers"),
 }
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model")
+"""What of a repository is a model."""
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -66,13 +70,15 @@ def load_backend(location: str, settings: WorkerSettings) -> tuple[str, Backend]
         from workers.backends.fake import FakeBackend, parse_options
 
         return "fake", FakeBackend(parse_options(location.removeprefix("fake:")), slots=settings.slots)
-    path = resolve(location)
+    path = resolve(location, with_code=settings.trust_remote_code)
     if engine_of(location) == "llama_cpp":
         # Read when OpenMP's library is loaded, with llama.cpp. By default its threads spin for milliseconds at
         # each of the hundreds of barriers in a step: with something else on the cores, steps take seconds.
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
         with _engine_errors("llama_cpp"):
             from workers.backends.llama_cpp import load as load_llama_cpp
+            from workers.backends.llama_cpp_trial import try_out
+        try_out(path, threads=settings.threads)
         return "llama_cpp", load_llama_cpp(
             path,
             slots=settings.slots,
@@ -89,11 +95,14 @@ def load_backend(location: str, settings: WorkerSettings) -> tuple[str, Backend]
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        trust_remote_code=settings.trust_remote_code,
     )
 
 
-def resolve(location: str) -> Path:
+def resolve(location: str, *, with_code: bool = False) -> Path:
     """The model's file or folder that a location names, fetched first if it is on the Hugging Face hub.
+
+    Python code that a repository holds is fetched only `with_code`.
 
     Raises:
         ModelLoadError: there is no such thing, it is no model, or it cannot be read.
@@ -106,7 +115,7 @@ def resolve(location: str) -> Path:
             raise ModelLoadError(f"model {location}: the Python package {package!r} is not installed")
         path = Path(found.submodule_search_locations[0]) / rest
     elif location.startswith("hf:"):
-        path = _from_hub(location)
+        path = _from_hub(location, with_code=with_code)
     else:
         path = Path(os.path.expanduser(location))
     try:
@@ -116,7 +125,7 @@ def resolve(location: str) -> Path:
     return path
 
 
-def _from_hub(location: str) -> Path:
+def _from_hub(location: str, *, with_code: bool) -> Path:
     repository, _, filename = location.removeprefix("hf:").partition(":")
     try:
         from huggingface_hub import hf_hub_download, snapshot_download
@@ -125,14 +134,10 @@ def _from_hub(location: str) -> Path:
     try:
         if filename:
             return Path(hf_hub_download(repository, filename))
-        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(snapshot_download(repository, allow_patterns=[*HUB_FILES, *(["*.py"] if with_code else [])]))
     except Exception as error:
         # The hub client raises a dozen unrelated types; each means the model is not to be had.
-        raise ModelLoadError(f"model {location}: cannot be fetched from the hub: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"model {location}: cannot be fetched from the hub: {one_line(error)}") from error
 
 
 def engine_of(location: str) -> str:
@@ -156,7 +161,7 @@ def _engine_errors(engine: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, RuntimeError) as error:
-        raise ModelLoadError(f"{engine} is installed and cannot be loaded: {_one_line(error)}") from error
+        raise ModelLoadError(f"{engine} is installed and cannot be loaded: {one_line(error)}") from error
 
 
 def require_backend(settings: WorkerSettings, location: str) -> None:

@@ -1,24 +1,17 @@
 """Prompts to tokens: the chat template, and what text from users may never become.
 
-A template is rendered in Jinja's sandbox. Text in a message that spells a special token is taken
-out before rendering and put back as ordinary text after it, so a user can write `<|im_end|>` and
-end nothing.
+Text in a message that spells a special token is taken out before the template is rendered and put back as
+ordinary text after it, so a user can write `<|im_end|>` and end nothing.
 """
 
-import datetime
-import json
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.domain import ChatMessage, ChatPrompt, Prompt, TextPrompt
-from shared.errors import ErrorCode, ModelLoadError, RequestError
+from shared.errors import ErrorCode, RequestError
 from workers.backends.protocol import Tokenizer
+from workers.chat_template import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}"
@@ -34,23 +27,27 @@ MOST_CHARACTERS_PER_TOKEN = 256
 
 
 class PromptEncoder:
-    """Turns prompts into tokens for one model. Used by the intake thread.
-
-    Raises:
-        ModelLoadError: the model's chat template is not valid Jinja.
-    """
+    """Turns prompts into tokens for one model. Used by the intake thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special_texts = dict(tokenizer.special_texts)
         specials = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, specials))) if specials else None
         # Nobody outside can write a mark, since nobody outside knows it.
         self._mark = f"\ue000{secrets.token_hex(8)}"
-        try:
-            self._template = _environment().from_string(tokenizer.chat_template or CHATML)
-        except jinja2.TemplateError as error:
-            raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
+        self._template = ChatTemplate(tokenizer.chat_template or CHATML, dict(tokenizer.special_texts))
+
+    def check(self) -> None:
+        """See whether the model's chat template is of any use.
+
+        Raises:
+            ModelLoadError: it is not; in one line.
+        """
+        self._template.check()
+
+    def close(self) -> None:
+        """End what renders the template."""
+        self._template.close()
 
     def encode(self, prompt: Prompt, *, vocabulary: int, most_tokens: int) -> list[int]:
         """The tokens of a prompt; with exactly one BOS if the model wants one.
@@ -65,7 +62,7 @@ class PromptEncoder:
         if isinstance(prompt, ChatPrompt):
             tokens = self._encode_chat(prompt.messages, most_tokens)
         elif isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text, most_tokens, param="prompt")
+            self._check_length(len(prompt.text), most_tokens, param="prompt")
             tokens = self._with_bos(self._tokenizer.encode(prompt.text, special=True))
         else:
             tokens = list(prompt.tokens)
@@ -82,44 +79,28 @@ class PromptEncoder:
 
     def _encode_chat(self, messages: Sequence[ChatMessage], most_tokens: int) -> list[int]:
         spelled: list[str] = []
-        rendered = self._render([self._disarm(message, spelled) for message in messages])
-        self._check_length(rendered, most_tokens, param="messages")
+        disarmed = [self._disarm(message, spelled) for message in messages]
+        rendered = self._template.render(disarmed, most_characters=most_tokens * MOST_CHARACTERS_PER_TOKEN)
+        self._check_length(rendered.characters, most_tokens, param="messages")
         tokens: list[int] = []
-        for index, part in enumerate(re.split(f"{self._mark}:([0-9]+)\ue001", rendered)):
+        for index, part in enumerate(re.split(f"{self._mark}:([0-9]{{1,9}})\ue001", rendered.text)):
             if index % 2:
-                tokens += self._tokenizer.encode(spelled[int(part)], special=False)
+                # A template sees the marks, and could make others of them.
+                tokens += self._tokenizer.encode("".join(spelled[int(part) : int(part) + 1]), special=False)
             elif part:
                 tokens += self._tokenizer.encode(part, special=True)
         return self._with_bos(tokens)
 
-    def _check_length(self, text: str, most_tokens: int, *, param: str) -> None:
-        if len(text) > most_tokens * MOST_CHARACTERS_PER_TOKEN:
+    def _check_length(self, characters: int, most_tokens: int, *, param: str) -> None:
+        if characters > most_tokens * MOST_CHARACTERS_PER_TOKEN:
             raise RequestError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"This model's context is {most_tokens} tokens, prompt and answer together. "
-                f"The prompt has {len(text)} characters: shorten it.",
+                f"The prompt has {characters} characters: shorten it.",
                 param=param,
             )
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        try:
-            rendered: str = self._template.render(messages=messages, add_generation_prompt=True, **self._special_texts)
-            return rendered
-        except jinja2.TemplateError as error:
-            raise RequestError(
-                ErrorCode.INVALID_REQUEST,
-                f"The model's chat template refuses these messages: {error}",
-                param="messages",
-            ) from error
-        except Exception as error:
-            # A template is the model's code: whatever it raises is about these messages.
-            raise RequestError(
-                ErrorCode.INVALID_REQUEST,
-                f"The model's chat template fails on these messages ({type(error).__name__}).",
-                param="messages",
-            ) from error
-
-    def _disarm(self, message: ChatMessage, spelled: list[str]) -> dict[str, Any]:
+    def _disarm(self, message: ChatMessage, spelled: list[str]) -> dict[str, str]:
         def mark(match: re.Match[str]) -> str:
             spelled.append(match[0])
             return f"{self._mark}:{len(spelled) - 1}\ue001"
@@ -129,7 +110,7 @@ class PromptEncoder:
 
         # Templates know the older name of this role only.
         role = "system" if message.role == "developer" else message.role
-        fields: dict[str, Any] = {"role": role, "content": clean(message.content)}
+        fields = {"role": role, "content": clean(message.content)}
         if message.name is not None:
             fields["name"] = clean(message.name)
         return fields
@@ -140,21 +121,3 @@ class PromptEncoder:
             return tokens
         first = next((index for index, token in enumerate(tokens) if token != bos), len(tokens))
         return [bos, *tokens[first:]]
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it (the names that transformers gives them)."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    options.setdefault("ensure_ascii", False)
-    return json.dumps(value, indent=indent, **options)

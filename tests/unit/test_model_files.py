@@ -66,6 +66,12 @@ def test_a_folder_without_a_part_of_a_model_is_refused(folder: Path, file: str, 
     assert said in refusal(folder)
 
 
+def test_a_folder_with_pickled_weights_says_why_it_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+    assert refusal(folder).endswith("no .safetensors weights; pytorch_model.bin can hold code, and is not loaded")
+
+
 def test_a_folder_with_a_gguf_file_says_how_to_name_that(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(GGUF)
 

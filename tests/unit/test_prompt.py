@@ -1,12 +1,17 @@
 """Prompts to tokens: templates, and what text from users never becomes."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar
 
+import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import wait_until
 
 from shared.domain import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from shared.errors import ErrorCode, ModelLoadError, RequestError
@@ -50,8 +55,13 @@ def chat(*contents: str, role: str = "user") -> ChatPrompt:
     return ChatPrompt(tuple(ChatMessage(role=role, content=content) for content in contents))
 
 
+@cache
+def encoder_of(template: str | None, bos: int | None) -> PromptEncoder:
+    return PromptEncoder(CharTokenizer(template, bos))
+
+
 def encode_chat(prompt: ChatPrompt, template: str | None = None, bos: int | None = None) -> list[int]:
-    return PromptEncoder(CharTokenizer(template, bos)).encode(prompt, vocabulary=VOCABULARY, most_tokens=CONTEXT)
+    return encoder_of(template, bos).encode(prompt, vocabulary=VOCABULARY, most_tokens=CONTEXT)
 
 
 def plain(text: str) -> list[int]:
@@ -63,6 +73,7 @@ CONTENT = st.lists(st.sampled_from([*SPECIALS, "<|im_", "start|>", "a", "\n", "\
 )
 
 
+@settings(deadline=None)
 @given(CONTENT)
 def test_text_in_a_message_never_becomes_a_special_token(content: str) -> None:
     tokens = encode_chat(chat(content))
@@ -72,6 +83,7 @@ def test_text_in_a_message_never_becomes_a_special_token(content: str) -> None:
     assert tokens == expected
 
 
+@settings(deadline=None)
 @given(CONTENT)
 def test_neither_does_a_message_s_name(name: str) -> None:
     prompt = ChatPrompt((ChatMessage(role="user", content="x", name=name),))
@@ -180,6 +192,82 @@ def test_a_template_that_fails_is_the_request_s_error_and_breaks_out_of_nothing(
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "messages")
 
 
-def test_a_template_that_is_no_template_is_found_at_load() -> None:
-    with pytest.raises(ModelLoadError, match="chat template"):
-        PromptEncoder(CharTokenizer("{% for %}"))
+BOMBS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a long range": "{{ range(10**9) | list }}",
+    "a long text": "{{ 'x' * 10**10 }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a great number": "{{ 10 ** (10 ** 9 * messages | length) }}",
+    "padding": "{{ 'x'.center(10**10) }}",
+    "formatting": "{{ '%10000000000d' % 1 }}",
+    "a filter": "{{ 'x' | center(10**10) }}",
+    "recursion": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "much output": "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "filler text": "{{ lipsum(n=99999999) }}",
+    "half a character": "{{ '\\ud800' }}",
+    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "attributes": "{{ messages | map(attribute='__class__') | list | tojson }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "a module": "{% import 'os' as os %}{{ os.system('true') }}",
+}
+"""What a template may try that came with somebody's model."""
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_a_template_that_is_a_bomb_for_some_ends_their_request_and_nobody_else_s(bomb: str) -> None:
+    template = "{% if messages[0].content == 'bomb' %}" + bomb + "{% endif %}{{ messages[0].content }}"
+    encoder = PromptEncoder(CharTokenizer(template))
+    encoder.check()
+
+    with pytest.raises(RequestError, match="chat template") as caught:
+        encoder.encode(chat("bomb"), vocabulary=VOCABULARY, most_tokens=CONTEXT)
+
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "messages")
+    assert encoder.encode(chat("next"), vocabulary=VOCABULARY, most_tokens=CONTEXT) == plain("next")
+    encoder.close()
+
+
+@pytest.mark.parametrize("template", ["{% for %}", *BOMBS.values(), "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
+def test_a_template_of_no_use_is_found_at_load(template: str) -> None:
+    encoder = PromptEncoder(CharTokenizer(template))
+
+    with pytest.raises(ModelLoadError, match="the model's chat template") as caught:
+        encoder.check()
+
+    assert "\n" not in str(caught.value)
+    encoder.close()
+
+
+def test_a_template_that_makes_up_marks_finds_nothing_behind_them() -> None:
+    template = "{{ messages[0].content | replace(':0', ':7') }}{{ messages[0].content }}"
+
+    assert encode_chat(chat("<s>"), template) == plain("<s>")
+
+
+def test_a_template_s_process_that_was_ended_is_replaced() -> None:
+    before = set(psutil.Process().children())
+    encoder = PromptEncoder(CharTokenizer("{{ messages[0].content }}"))
+    encoder.check()
+    (process,) = set(psutil.Process().children()) - before
+    process.kill()
+    process.wait(10)
+
+    assert encoder.encode(chat("next"), vocabulary=VOCABULARY, most_tokens=CONTEXT) == plain("next")
+    encoder.close()
+
+
+def test_a_template_s_process_ends_with_its_worker() -> None:
+    script = (
+        "import os, psutil\n"
+        "from workers.chat_template import ChatTemplate\n"
+        "ChatTemplate('x', {}).check()\n"
+        "template = ChatTemplate('x', {}); template.check()\n"
+        "print(*[child.pid for child in psutil.Process().children()], flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+
+    left = [int(pid) for pid in done.stdout.split()]
+    assert left
+    wait_until(lambda: not any(map(psutil.pid_exists, left)), what="the end of the process")

@@ -7,6 +7,7 @@ a slot's state, which costs far less than computing it again.
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,15 +28,19 @@ BATCH_TOKENS = 512
 ERROR_LEVEL = 4
 """`GGML_LOG_LEVEL_ERROR` of llama.cpp, which the Python package does not name."""
 
-_last_error = ""
+_errors: deque[str] = deque(maxlen=16)
+"""What llama.cpp has complained of lately. It says why it failed on its log only: first why, and then that it did."""
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _keep_last_error(level: int, text: bytes, _: object) -> None:
-    """llama.cpp says why it failed on its log only; the last error line is kept for our message."""
-    global _last_error
+def _keep_errors(level: int, text: bytes, _: object) -> None:
     if level == ERROR_LEVEL:
-        _last_error = text.decode("utf-8", "replace").strip()
+        _errors.append(text.decode("utf-8", "replace").strip())
+
+
+def _reason(otherwise: str) -> str:
+    """Why what has just been tried has failed."""
+    return _errors[0] if _errors else otherwise
 
 
 def load(path: Path, *, slots: int, context: int, device: str, threads: int) -> "LlamaCppBackend":
@@ -45,16 +50,17 @@ def load(path: Path, *, slots: int, context: int, device: str, threads: int) -> 
         ModelLoadError: the file is not a usable model, or the device is not there.
     """
     check_model_files(path)
-    llama_cpp.llama_log_set(_keep_last_error, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(_keep_errors, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     has_gpu = bool(llama_cpp.llama_supports_gpu_offload())
     if device in ("cuda", "mps") and not has_gpu:
         raise ModelLoadError(f"{source('device')}: this machine has no {device}, or this llama.cpp is built without it")
     model_params = llama_cpp.llama_model_default_params()
     model_params.n_gpu_layers = 0 if device == "cpu" or not has_gpu else 999
+    _errors.clear()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     if not model:
-        raise ModelLoadError(f"model {path}: llama.cpp cannot load it: {_last_error or 'no reason given'}")
+        raise ModelLoadError(f"model {path}: llama.cpp cannot load it: {_reason('no reason given')}")
     trained = llama_cpp.llama_model_n_ctx_train(model)
     per_slot = min(context, trained) if context else trained
     params = llama_cpp.llama_context_default_params()
@@ -68,7 +74,7 @@ def load(path: Path, *, slots: int, context: int, device: str, threads: int) -> 
     if not llama_context:
         llama_cpp.llama_model_free(model)
         raise ModelLoadError(
-            f"model {path}: no room for {slots} slots of {per_slot} tokens: {_last_error or 'out of memory'}"
+            f"model {path}: no room for {slots} slots of {per_slot} tokens: {_reason('out of memory')}"
         )
     return LlamaCppBackend(model, llama_context, slots=slots, on_gpu=model_params.n_gpu_layers > 0)
 
@@ -181,11 +187,12 @@ class LlamaCppBackend:
         self._streams.gather({item.slot for item in work})
         order = sorted(range(len(work)), key=lambda index: self._streams.of(work[index].slot))
         self._fill_batch([work[index] for index in order])
+        _errors.clear()
         status = llama_cpp.llama_decode(self._context, self._batch)
         if status != 0:
             for item in work:
                 self._streams.clear(item.slot)
-            raise StepError(f"llama_decode returned {status}: {_last_error}")
+            raise StepError(f"llama_decode returned {status}: {_reason('no reason given')}")
         with_logits = [index for index in order if work[index].wants_logits]
         if not with_logits:
             return np.empty((0, self.tokenizer.size), np.float32)
