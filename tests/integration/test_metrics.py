@@ -14,6 +14,7 @@ import pytest
 import redis
 from asking import failure_of, usage_of
 from launched import Up
+from raw_http import connection, is_closed
 from scraping import Scrape, becomes, scrape, status_of, wait_for_value
 from servers import FrontEnd, Valkey, free_port, wait_until
 from streaming import post
@@ -435,6 +436,25 @@ def test_a_taken_metrics_port_is_one_line(start_measured: StartMeasured, start: 
     assert second.end() == 1
     assert second.output.count("\n") == 1
     assert "--metrics-port (TOKENMILL_METRICS_PORT)" in second.output
+
+
+def test_a_worker_s_port_names_nothing_that_it_runs_on(start_measured: StartMeasured, office: Office) -> None:
+    worker, url = start_measured(model=STEADY)
+    office.ready(worker)
+
+    assert httpx.get(f"{url}/health").headers["Server"] == "tokenmill"
+
+
+def test_who_asks_a_worker_slowly_is_let_go(start_measured: StartMeasured, office: Office) -> None:
+    worker, url = start_measured(model=STEADY)
+    office.ready(worker)
+    with connection(int(url.rpartition(":")[2])) as slow:
+
+        def is_let_go() -> bool:
+            slow.sendall(b"x")
+            return is_closed(slow)
+
+        wait_until(is_let_go, limit_s=30, pause_s=0.5, what="the end of the connection")
 
 
 # -- up --

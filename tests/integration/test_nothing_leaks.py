@@ -3,6 +3,7 @@
 Everything that `tokenmill up` runs is searched, at the most talkative log level, after all that can go wrong has.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -26,20 +27,24 @@ from streaming import post
 from shared.store import connect
 from workers.backends.fake import CRASH, FIRST_WORD, WORDS
 
-PROMPT, KEY, IDEMPOTENCY, MADE_UP = (
-    "xylophone-quarantine",
-    "sk-zebra-umbrella",
-    "idem-walrus-trombone",
-    "nobody-s-model",
-)
+PROMPT, MADE_UP, IDEMPOTENCY = "xylophone-quarantine", "nobody-s-model", "idem-walrus-trombone"
+KEY, UNKNOWN_KEY = "sk-zebra-umbrella", "sk-gazelle-parasol"
 ANSWER = "flour flour flour"
 """What the fake engine says if one of its words is all that it may say."""
 
 TOKENS = list(PROMPT.encode())
 SPELLED = json.dumps(TOKENS[:8])[1:-1]
-CANARIES = (PROMPT, KEY, IDEMPOTENCY, MADE_UP, ANSWER, SPELLED, SPELLED.replace(" ", ""))
+CANARIES = (PROMPT, KEY, UNKNOWN_KEY, IDEMPOTENCY, MADE_UP, ANSWER, SPELLED, SPELLED.replace(" ", ""))
+
+KEYS = f"""
+[[key]]
+name = "alice"
+hash = "sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
+requests = 1000
+"""
 
 ONLY_FLOUR = {str(FIRST_WORD + WORDS.index("flour")): 100}
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 JOB, LOG = "rq:job:", "tokenmill:log:"
 INTERNALS = ("Traceback", 'File "', ".py", "redis", "unix:", "/tmp", "Error:", "msgspec", "pydantic")
@@ -58,12 +63,14 @@ class Everything:
     def __init__(self, folder: Path, collector: Collector, log_format: str) -> None:
         self.collector = collector
         self.metrics_port = free_port()
+        self.keys = folder / "keys.toml"
+        self.keys.write_text(KEYS)
         self.up = Up(
             folder,
             *("--model", "fake=fake:pace=0.01&context=512&end_every=0"),
             *("--workers", "2", "--lease", "1", "--header-timeout", "1", "--body-timeout", "1"),
             *("--log-level", "debug", "--log-format", log_format, "--otlp-endpoint", collector.url),
-            *("--metrics-port", str(self.metrics_port)),
+            *("--metrics-port", str(self.metrics_port), "--api-keys", str(self.keys)),
         ).ready()
         self.port = int(self.up.url.rpartition(":")[2])
         self.answers: list[httpx.Response] = []
@@ -79,14 +86,13 @@ class Everything:
             body.setdefault("messages", [{"role": "user", "content": PROMPT}])
         else:
             body.setdefault("prompt", PROMPT)
-        headers = {"Authorization": f"Bearer {KEY}", "X-API-Key": KEY}
+        headers = AUTHORIZED | {"X-API-Key": KEY}
         headers["Idempotency-Key"] = f"{IDEMPOTENCY}-{len(self.answers)}"
         self.answers.append(httpx.post(self.up.url + path, json=body, headers=headers, timeout=60))
         return self.answers[-1]
 
     def get(self, path: str) -> None:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        self.answers.append(httpx.get(self.up.url + path, headers=headers, timeout=60))
+        self.answers.append(httpx.get(self.up.url + path, headers=AUTHORIZED, timeout=60))
 
     def told(self) -> dict[str, str]:
         """All that anybody could read, by where it is."""
@@ -199,12 +205,22 @@ def all_that_can_happen(everything: Everything) -> None:
     # Refused by the front end.
     for fields in ({"temperature": PROMPT}, {"n": 0}, {PROMPT: 1}, {"suffix": PROMPT}, {"model": MADE_UP}):
         assert everything.ask(**fields).status_code in (400, 404)
-    everything.answers.append(httpx.post(url + chat, content=f'{{"{PROMPT}'))
-    everything.answers.append(httpx.post(url + chat, content=PROMPT, headers={"Content-Encoding": PROMPT}))
+    for headers in ({}, {"Content-Encoding": PROMPT}):
+        everything.answers.append(httpx.post(url + chat, content=f'{{"{PROMPT}', headers=AUTHORIZED | headers))
     for path in (f"/{PROMPT}?key={KEY}", f"/v1/models/{PROMPT}", f"/v1/streams/{PROMPT}", f"/health?key={KEY}"):
         everything.get(path)
-    again = {"Idempotency-Key": f"{IDEMPOTENCY}-0"}
-    everything.answers.append(httpx.post(url + chat, json={"model": "fake", "messages": []}, headers=again))
+    again = AUTHORIZED | {"Idempotency-Key": f"{IDEMPOTENCY}-0"}
+    everything.answers.append(httpx.post(url + TEXT_PATH, json={"model": "fake", "prompt": PROMPT}, headers=again))
+    assert everything.answers[-1].status_code == 422
+    for stranger in ({}, {"Authorization": f"Bearer {UNKNOWN_KEY}"}, {"X-API-Key": UNKNOWN_KEY}):
+        everything.answers.append(httpx.get(f"{url}/v1/models", headers=stranger))
+        assert everything.answers[-1].status_code == 401
+    # Somebody wrote the key itself where its hash belongs.
+    everything.keys.write_text(KEYS.replace("sha256:", f"{UNKNOWN_KEY} sha256:"))
+    wait_until(
+        lambda: everything.get("/v1/models") or "stay as they were" in everything.up.output(), what="a complaint"
+    )
+    everything.keys.write_text(KEYS)
 
     # Refused before the app sees it.
     secret = f"Authorization: Bearer {KEY}\r\nX: {PROMPT}\r\n"
@@ -231,11 +247,11 @@ def all_that_can_happen(everything: Everything) -> None:
     assert everything.ask(prompt=PROMPT * 100).json()["error"]["code"] == "context_length_exceeded"
     assert everything.ask(prompt=f"{PROMPT}<|poison|>").json()["error"]["code"] == "engine_error"
     streamed = {"model": "fake", "prompt": PROMPT, "logit_bias": ONLY_FLOUR, "stream": True, "max_tokens": 400}
-    with post(everything, streamed, TEXT_PATH) as left:
+    with post(everything, streamed, TEXT_PATH, Authorization=f"Bearer {KEY}") as left:
         assert left.recv(100)
 
     # Redis takes nothing any more for a while, also from a worker in the middle of an answer.
-    with post(everything, streamed, TEXT_PATH) as stream:
+    with post(everything, streamed, TEXT_PATH, Authorization=f"Bearer {KEY}") as stream:
         assert stream.recv(100)
         everything.client.config_set("maxmemory", 1)
         assert everything.ask().status_code == 503
