@@ -1,4 +1,4 @@
-# The habits: `make serve`, `make check`, `make test`, `make bench`, `make soak`. `make` alone lists them.
+# The habits: `make serve`, `make check`, `make test`, `make bench`, `make soak`, `make fuzz`. `make` alone lists them.
 #
 # Everything goes into .venv, from the pinned lists in requirements/. A stamp in .venv says which list is
 # installed already, so that a second call starts at once and a changed list is installed again.
@@ -12,7 +12,7 @@ STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve setup test check format bench bench-peers chaos e2e soak docs lock clean
+.PHONY: help serve setup test check format bench bench-peers chaos e2e soak fuzz docs lock clean
 
 help:
 	@echo "make serve        set up what is needed and serve on port 8000 (PORT=, ARGS= to change)"
@@ -25,6 +25,7 @@ help:
 	@echo "make chaos        run only the tests that kill, stop and cut off (ARGS= for pytest)"
 	@echo "make e2e          build the images and run the tests that need Docker (ARGS= for pytest)"
 	@echo "make soak         10,000 requests while workers are killed and clients leave (ARGS= for bench.soak)"
+	@echo "make fuzz         make up requests, bodies and bytes for a quarter of an hour, other ones each time (ARGS= for pytest)"
 	@echo "make docs         write docs/configuration.md and .env.example from the settings"
 	@echo "make lock         resolve requirements/*.txt anew from pyproject.toml"
 	@echo "make clean        remove .venv and the caches of the tools"
@@ -62,6 +63,10 @@ e2e: $(STAMPS)/serve $(STAMPS)/dev
 
 soak: $(STAMPS)/serve $(STAMPS)/dev
 	$(BIN)/python -m bench.soak $(ARGS)
+
+# What fails is shown with what repeats it, is tried first the next time (.hypothesis), and after that given up.
+fuzz: setup
+	$(BIN)/python -m pytest tests/fuzz --hypothesis-profile=fuzz $(ARGS)
 
 docs: $(STAMPS)/serve
 	$(BIN)/python -m deploy.reference docs/configuration.md

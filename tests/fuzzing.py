@@ -10,7 +10,7 @@ from shared.errors import RequestError
 FUZZ = "fuzz"
 """The profile that `make fuzz` chooses. What it draws is new each time, and what once failed is tried first."""
 
-LONGER = 20
+LONGER = 30
 """How many times as much `make fuzz` tries."""
 
 _UNHURRIED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

@@ -7,7 +7,7 @@ from typing import Any
 
 from api.errors import HTTP_ERRORS, REFUSALS, refusal_body, unknown_method_body, unknown_url_body
 from api.openapi import examples
-from api.openapi.headers import ALLOW, REQUEST_ID, RETRY_AFTER, WWW_AUTHENTICATE
+from api.openapi.headers import ALLOW, RATE_LIMITS, REQUEST_ID, RETRY_AFTER, WWW_AUTHENTICATE
 from api.schemas.description import REF
 from api.schemas.error import error_body
 from shared.errors import ErrorCode
@@ -95,6 +95,8 @@ def _response(status: int, errors: Errors) -> dict[str, Any]:
     headers = {"x-request-id": REQUEST_ID | {"required": status not in (*REFUSALS, 500)}}
     if any(HTTP_ERRORS[code].retry_after_s is not None for code in ErrorCode if code.value in codes):
         headers["Retry-After"] = RETRY_AFTER
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        headers |= RATE_LIMITS
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ALLOW
     if status == HTTPStatus.UNAUTHORIZED:

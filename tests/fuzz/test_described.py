@@ -32,9 +32,9 @@ NOT_TOLD = {"messages", "prompt", "n", "best_of", "max_tokens", "top_logprobs", 
 """What no schema says: which fields go together, the model's context and vocabulary, all texts counted together."""
 
 CONFIG = SchemathesisConfig.from_dict(
-    {
+    ({} if is_long() else {"seed": 1})
+    | {
         "request-timeout": 20,
-        "seed": None if is_long() else 1,
         # What is learnt from answers would make each run another.
         "phases": {"fuzzing": {"extra-data-sources": {"responses": is_long()}}},
         # Whether it may be refused is looked at below, since the schema does not know all reasons.

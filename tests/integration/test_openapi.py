@@ -15,6 +15,7 @@ from servers import FrontEnd, Valkey, wait_until
 from streaming import CHAT, STREAM
 from worker_processes import Office, WorkerProcess
 
+from api.access.keys import new_key
 from api.openapi.document import document
 from api.openapi.errors import GENERATION_CODES
 from api.request_ids import new_request_id
@@ -106,6 +107,34 @@ def test_a_stream_that_is_resumed_is_as_described(served: FrontEnd, description:
 )
 def test_what_can_only_be_asked_is_answered_as_described(served: FrontEnd, description: Description, path: str) -> None:
     assert check(description, httpx.get(served.url + path)).status_code == 200
+
+
+# -- keys --
+
+
+def test_a_server_with_keys_lets_in_and_keeps_out_as_described(
+    start_front_end: StartFrontEnd, start_worker: StartWorker
+) -> None:
+    key, hashed = new_key()
+    guarded: dict[str, Any] = {"api_keys": f"alice={hashed}", "key_requests": 1, "key_tokens": 1000}
+    front_end = start_front_end(**guarded, metrics_access="key")
+    start_worker(say_words("ok"))
+    description = Description(document(ApiSettings(**guarded, metrics_access="key")))
+    schemes = description.document["components"]["securitySchemes"]
+    bearer, header = {"Authorization": f"Bearer {key}"}, {schemes["header"]["name"]: key}
+
+    for path, methods in description.document["paths"].items():
+        (method,) = methods
+        answer = check(description, httpx.request(method, front_end.url + path.replace("{id}", "x")))
+        assert (answer.status_code == 401) == ("security" in methods[method]), path
+    first = check(description, httpx.post(front_end.url + CHAT_PATH, json=CHAT, headers=bearer))
+    second = check(description, httpx.post(front_end.url + CHAT_PATH, json=CHAT, headers=header))
+
+    assert (first.status_code, second.status_code) == (200, 429)
+    for answer in (first, second):
+        response = description.response("POST", CHAT_PATH, answer.status_code)
+        told = {name for name in answer.headers if name.startswith("x-ratelimit-")}
+        assert told == {name for name in response["headers"] if name.startswith("x-ratelimit-")}
 
 
 # -- errors --
