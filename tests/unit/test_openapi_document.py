@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import schemathesis
 from described import EVENTS, Description
 from prometheus_client import CollectorRegistry
 from servers import ROOT
@@ -61,6 +62,11 @@ def codes() -> set[str | None]:
         if "allOf" in schema:
             found |= set(schema["properties"]["error"]["properties"]["code"]["enum"])
     return found
+
+
+@pytest.mark.parametrize("described", [DOCUMENT, document(ApiSettings())], ids=["with keys", "without"])
+def test_it_is_an_openapi_document(described: Any) -> None:
+    schemathesis.openapi.from_dict(described).validate()
 
 
 def test_every_url_and_method_of_the_app_is_described_and_no_other(app: Any) -> None:
