@@ -33,8 +33,8 @@ LINE_READ_SIZE = 8192
 """What gunicorn asks for while it looks for the end of a line; for the inside of a body it asks for more."""
 
 PIECE_SIZE = 2048
-"""What it then gets. It copies all of it for each line: 8 KiB of the smallest chunks cost it four times as long a byte,
-some 15 ms in which nobody else is served."""
+"""What it then gets of a body. It copies all of it for each line, so that 8 KiB of the smallest chunks kept everybody
+else waiting for some 15 ms."""
 
 
 class SenderTooSlowError(ParseException):  # type: ignore[misc]  # gunicorn has no types
@@ -86,7 +86,7 @@ class Connection:
             # A peek, by whoever looks whether the client is still there.
             peeked: bytes = self._client.recv(size, flags)
             return peeked
-        data = self._receive(PIECE_SIZE if size <= LINE_READ_SIZE else size)
+        data = self._receive(PIECE_SIZE if self._give_up is not None and size <= LINE_READ_SIZE else size)
         if data is None:
             if self._is_idle:
                 return b""

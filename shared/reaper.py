@@ -269,6 +269,7 @@ def _shared_keys(workers: Iterable[str], queues: Iterable[str]) -> list[tuple[st
         expected += [(waiting, "list"), (IntermediateQueue.get_intermediate_queue_key(waiting), "list")]
         expected += [(keys.waiting(queue.rpartition(".")[0]), "zset")]
         expected += [(keys.unclaimed(queue), "hash"), (keys.unfinished(queue), "hash")]
+        expected += [(keys.turns(queue), "zset"), (keys.rounds(queue), "hash")]
         registries = (StartedJobRegistry, FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
         expected += [(registry.key_template.format(queue), "zset") for registry in registries]
         expected += [(WORKERS_BY_QUEUE_KEY % queue, "set")]

@@ -46,8 +46,15 @@ _IDEMPOTENCY_KEY = re.compile(IDEMPOTENCY_KEY_PATTERN)
 
 
 def shape_of(attributes: Mapping[str, str]) -> AnswerShape:
-    """The shape that was kept beside a request."""
-    return msgspec.json.decode(attributes[SHAPE_ATTRIBUTE], type=AnswerShape)
+    """The shape that was kept beside a request.
+
+    Raises:
+        RequestError: `request_lost` when there is none that can be read.
+    """
+    try:
+        return msgspec.json.decode(attributes[SHAPE_ATTRIBUTE], type=AnswerShape)
+    except (KeyError, msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(ErrorCode.REQUEST_LOST, "What is kept beside the request cannot be read.") from error
 
 
 def answer_of(shape: AnswerShape) -> Answer:

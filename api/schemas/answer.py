@@ -1,10 +1,10 @@
 """What answers of both generation endpoints have in common: usage, finish reasons, when and by which model."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from shared.domain import FinishReason, Usage
+from shared.domain import MOST_CHOICES_IN_ALL, FinishReason, Usage
 
 Finish = Literal["stop", "length"]
 Tier = Literal["default", "flex"]
@@ -20,7 +20,7 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     created: int
-    choices: int
+    choices: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES_IN_ALL)]
     include_usage: bool
     service_tier: Tier
 

@@ -60,7 +60,7 @@ end
 local function open_requests()
   local waiting = 0
   for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
-    local state = redis.call('HGET', ARGV[9] .. id, 'state')
+    local state = redis.pcall('HGET', ARGV[9] .. id, 'state')
     if state ~= 'queued' and state ~= 'running' then
       redis.call('ZREM', KEYS[3], id)
     elseif redis.call('ZSCORE', KEYS[2], id) then
@@ -71,6 +71,10 @@ local function open_requests()
 end
 
 local has_owner, most_open = ARGV[12] == '1', tonumber(ARGV[13])
+if has_owner and type(redis.pcall('ZCARD', KEYS[3])) == 'table' then
+  -- Somebody has put something else there, and nobody else would remove it.
+  redis.call('DEL', KEYS[3])
+end
 if has_owner then
   local is_at_limit = most_open > 0 and redis.call('ZCARD', KEYS[3]) >= most_open
   -- One owner may have as many waiting as there are places left, so that there always are some for another. (Dynamic

@@ -238,7 +238,9 @@ def test_tokens_a_minute_are_counted_when_an_answer_ends(
     assert left(refused) == "0"
 
 
-def test_what_a_client_that_left_has_had_is_counted(start_front_end: StartFrontEnd, start_worker: StartWorker) -> None:
+def test_what_a_client_that_left_has_had_is_counted(
+    start_front_end: StartFrontEnd, start_worker: StartWorker, client: "redis.Redis"
+) -> None:
     front_end = start_front_end(api_keys=f"alice={ALICE_HASH}", key_tokens=8)
     start_worker(endless)
 
@@ -247,7 +249,12 @@ def test_what_a_client_that_left_has_had_is_counted(start_front_end: StartFrontE
         pass
     connection.close()
 
-    wait_until(lambda: ask(front_end, ALICE).status_code == 429, what="the tokens to be counted")
+    # 7 of the prompt and at least one of the answer.
+    wait_until(
+        lambda: any(int(client.get(key) or 0) >= 8 for key in client.scan_iter(f"{keys.RATES_PREFIX}*/tokens/*")),
+        what="the tokens to be counted",
+    )
+    assert error_of(ask(front_end, ALICE)) == (429, "rate_limit_exceeded")
 
 
 def test_requests_at_once_are_limited_and_free_again_when_one_ends(

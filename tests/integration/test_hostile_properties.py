@@ -23,7 +23,7 @@ from shared.errors import RequestError
 from shared.fleet import Fleet, ModelInfo, StateKind, WorkerInfo, WorkerState
 from shared.jobs import JOB_FIELDS, DataJob
 from shared.log import START, Append, LogReader, LogWriter, entry_from_message
-from shared.queue import RequestQueue
+from shared.queue import Owner, RequestQueue
 from shared.reaper import Reaper
 from shared.store import MisplacedError
 
@@ -49,6 +49,9 @@ SHARED = {
     "rq:wip:fake.interactive": "zset",
     keys.unfinished("fake.interactive"): "hash",
     keys.unclaimed("fake.interactive"): "hash",
+    keys.turns("fake.interactive"): "zset",
+    keys.rounds("fake.interactive"): "hash",
+    keys.open_requests("owner"): "zset",
 }
 
 MODEL = ModelInfo(
@@ -154,7 +157,7 @@ def test_whatever_lies_under_the_shared_keys_a_reaping_later_requests_pass(
         elif members and kind == "zset":
             client.zadd(key, dict.fromkeys(members, 1.0))
         elif kind == "hash":
-            client.hset(key, "info", info)
+            client.hset(key, mapping={"info": info, "owner": info, "": info})
 
     clock = itertools.count(step=100.0)
     for _ in range(6):
@@ -162,7 +165,7 @@ def test_whatever_lies_under_the_shared_keys_a_reaping_later_requests_pass(
             Fleet(client).renew(WORKER, lease_s=60)
         client.delete(keys.REAPER_LOCK)
         Reaper(client, queue, name="test", clock=lambda: float(next(clock))).run_once()
-    queue.submit(request("after"), limit=100, timeout_s=60)
+    queue.submit(request("after"), limit=100, timeout_s=60, owner=Owner("owner", 50))
     claim = queue.claim("after", model="fake", worker="w", token="token")
     Fleet(client).workers()
     take_census(client)

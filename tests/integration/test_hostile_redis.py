@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import redis
@@ -257,6 +258,26 @@ def test_a_request_that_somebody_damages_ends_and_the_next_is_served(
     assert answers(front_end)
     assert worker.is_running
     assert "Traceback" not in worker.output + front_end.stop()
+
+
+@pytest.mark.parametrize(
+    "shape", [b"\x80\x04.", b"[" * 100_000, b"{}", b'{"choices": 1000000000}'], ids=["pickle", "nested", "none", "many"]
+)
+def test_a_stream_whose_shape_somebody_has_changed_cannot_be_resumed(
+    start: Start, office: Office, start_front_end: StartFrontEnd, shape: bytes
+) -> None:
+    office.ready(start())
+    front_end = start_front_end()
+    assert answers(front_end)
+    (key,) = office.client.scan_iter(f"{keys.REQUEST_PREFIX}*")
+    office.client.hset(key, "attribute:answer", shape)
+
+    name = key.decode().removeprefix(keys.REQUEST_PREFIX)
+    answer = httpx.get(f"{front_end.url}/v1/streams/{name}", timeout=20)
+
+    assert answer.json()["error"]["code"] in (ErrorCode.REQUEST_LOST.value, ErrorCode.STREAM_EXPIRED.value)
+    assert answers(front_end)
+    assert front_end.stop() == ""
 
 
 @pytest.mark.parametrize("damage", [damage_state, damage_attempt, overwrite_request], ids=lambda it: it.__name__)
